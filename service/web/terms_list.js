@@ -228,21 +228,21 @@ export const TERMS = {
     "head",
     "One of several attention mechanisms that work side by side in a layer. Each has queries, keys and values of " +
       "its own, and can look for something else. All heads of a layer together are called multi-head attention " +
-      "(MHA).",
+      "(MHA). L4 H2 is head 2 of layer 4.",
     "forward",
     ["attention head"],
   ),
   layer: entry(
     "layer",
     "One block of the network: attention, then a feed-forward network. All layers have the same parts, but " +
-      "weights of their own. Counted from 0.",
+      "weights of their own. Counted from 0: L0 is the first.",
     "gpt",
     ["block", "transformer block", "decoder layer"],
   ),
   logit_lens: entry(
     "logit lens",
     "A way to read the middle of the network: take the vector after a layer, skip the layers that remain, and " +
-      "compute logits from it as if it were the last one.",
+      "compute logits from it as if it were the last one, with the last norm and the unembedding.",
     null,
     ["early exit", "early decoding"],
   ),

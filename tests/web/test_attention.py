@@ -52,14 +52,56 @@ def test_the_ranking_and_the_answer_are_the_means_of_the_service(page: "Page", b
         open_view(page, base, "attention", prompt=PROMPT, layer=1, head=2, find=target)
         best = sorted(maps, key=lambda each: -each["means"][target])[:5]
         answer = page.locator("attention-ranking .answer").inner_text()
-        assert answer.startswith(f"Head {best[0]['layer']}.{best[0]['head']} (")
-        assert f"attends most to {words}: {percent(best[0]['means'][target])}" in answer
+        share = percent(best[0]["means"][target])
+        assert answer.startswith(f"L{best[0]['layer']} H{best[0]['head']} attends most to {words}: {share}")
         is_best = (best[0]["layer"], best[0]["head"]) == (1, 2)
-        assert answer.endswith("The large picture shows head 1.2.") != is_best
+        assert answer.endswith("The large picture shows L1 H2.") != is_best
         buttons = page.locator("attention-ranking button.small").all_inner_texts()
-        assert buttons == [f"{each['layer']}.{each['head']}: {percent(each['means'][target])}" for each in best]
+        assert buttons == [f"L{each['layer']} H{each['head']}: {percent(each['means'][target])}" for each in best]
         described = page.locator("attention-head .answer").first.inner_text()
         assert f"{percent(chosen['means'][target])} to {words}" in described
+
+
+def test_the_head_that_answers_is_shown_unless_the_address_names_one(page: "Page", base: str) -> None:
+    maps = patterns(base)["maps"]
+    best = {
+        target: max(maps, key=lambda each, target=target: each["means"][target])  # type: ignore[misc]
+        for target in ("previous", "first")
+    }
+    names = {target: f"L{each['layer']} H{each['head']}" for target, each in best.items()}
+    assert names["previous"] != names["first"] != "L1 H2" != names["previous"]
+    title = page.locator("attention-head h3").first
+    chosen = page.locator("pattern-grid [aria-selected=true]")
+    open_view(page, base, "attention", prompt=PROMPT)
+    assert title.inner_text() == names["previous"]
+    assert (chosen.get_attribute("aria-label") or "").startswith(f"{names['previous']}: ")
+    page.get_by_label("Find the heads").select_option("first")
+    page.wait_for_url("**find=first**")
+    wait_until_ready(page)
+    assert title.inner_text() == names["first"]
+    page.locator("pattern-grid [data-layer='1'][data-head='2']").click()
+    page.wait_for_url("**layer=1&head=2**")
+    wait_until_ready(page)
+    assert title.inner_text() == "L1 H2"
+    page.reload()
+    wait_until_ready(page)
+    assert title.inner_text() == "L1 H2"
+    page.get_by_label("Find the heads").select_option("previous")
+    page.wait_for_url(re.compile("^(?!.*layer=)"))
+    wait_until_ready(page)
+    assert title.inner_text() == names["previous"]
+
+
+def test_a_click_in_the_picture_of_a_head_keeps_the_head(page: "Page", base: str) -> None:
+    open_view(page, base, "attention", prompt=PROMPT, find="chosen", pos=5, key=2)
+    title = page.locator("attention-head h3").first
+    before = title.inner_text()
+    page.locator("#arc-token-2").click()
+    page.wait_for_url("**pos=2**")
+    wait_until_ready(page)
+    assert title.inner_text() == before
+    answer = page.locator("attention-ranking .answer").inner_text()
+    assert answer.startswith(f"{before} ") != answer.endswith(f"The large picture shows {before}.")
 
 
 def test_the_strongest_keys_and_the_arcs_are_those_of_the_pattern(page: "Page", base: str) -> None:
@@ -113,7 +155,7 @@ def test_pointing_at_a_row_shows_its_keys_and_a_click_keeps_it(page: "Page", bas
 
 def test_the_arcs_follow_the_mouse_and_return_to_the_chosen_token(page: "Page", base: str) -> None:
     tokens, weights = patterns(base)["tokens"], weights_of(base, 0, 0)
-    open_view(page, base, "attention", prompt=PROMPT)
+    open_view(page, base, "attention", prompt=PROMPT, layer=0, head=0)
     said = page.locator("attention-head .answer").nth(1)
     before, address = said.inner_text(), page.url
     for query in (3, 2):
@@ -178,15 +220,15 @@ def test_on_a_phone_the_large_picture_is_in_sight_after_a_head_was_chosen(
 def test_the_head_that_is_shown_can_be_ablated(page: "Page", base: str) -> None:
     open_view(page, base, "attention", prompt=PROMPT, layer=5, head=3)
     page.get_by_role("button", name="Ablate this head").click()
-    page.locator(".chip", has_text="Set head 3 of layer 5 to zero").wait_for()
+    page.locator(".chip", has_text="Set L5 H3 to zero").wait_for()
     wait_until_ready(page)
     assert page.locator("#prompt").input_value() == PROMPT
     page.go_back()
     wait_until_ready(page)
-    assert page.locator("attention-head h3").first.inner_text() == "Layer 5, head 3"
-    open_view(page, base, "attention", edits='[{"stage": "blocks.1.mlp_out", "op": "zero"}]')
+    assert page.locator("attention-head h3").first.inner_text() == "L5 H3"
+    open_view(page, base, "attention", layer=0, head=0, edits='[{"stage": "blocks.1.mlp_out", "op": "zero"}]')
     page.get_by_role("button", name="Ablate this head").click()
-    page.locator(".chip", has_text="Set head 0 of layer 0 to zero").wait_for()
+    page.locator(".chip", has_text="Set L0 H0 to zero").wait_for()
     assert page.locator(".chip").count() == 2  # the edit that was there stays
     wait_until_ready(page)
     open_view(page, base, "attention", model="a-tokens-journey")
@@ -194,7 +236,7 @@ def test_the_head_that_is_shown_can_be_ablated(page: "Page", base: str) -> None:
 
 
 def test_the_grid_is_one_tab_stop_and_enter_chooses_a_head(page: "Page", base: str) -> None:
-    open_view(page, base, "attention", prompt=PROMPT)
+    open_view(page, base, "attention", prompt=PROMPT, layer=0, head=0)
     assert page.locator("pattern-grid [role=gridcell]").count() == NUM_LAYERS * NUM_HEADS
     assert page.locator("pattern-grid [tabindex='0'][role=gridcell]").count() == 1
     page.locator("pattern-grid [role=gridcell][tabindex='0']").press("ArrowDown")
@@ -202,12 +244,12 @@ def test_the_grid_is_one_tab_stop_and_enter_chooses_a_head(page: "Page", base: s
     page.keyboard.press("Enter")
     page.wait_for_url("**layer=1&head=1**")
     wait_until_ready(page)
-    assert page.locator("attention-head h3").first.inner_text() == "Layer 1, head 1"
+    assert page.locator("attention-head h3").first.inner_text() == "L1 H1"
     assert page.evaluate("document.activeElement.dataset.layer + document.activeElement.dataset.head") == "11"
     page.reload()
     wait_until_ready(page)
     assert page.locator("pattern-grid [aria-selected=true]").get_attribute("aria-label", timeout=1000) is not None
-    assert page.locator("attention-head h3").first.inner_text() == "Layer 1, head 1"
+    assert page.locator("attention-head h3").first.inner_text() == "L1 H1"
 
 
 def test_small_patterns_have_the_numbers_of_the_service(page: "Page", base: str) -> None:
@@ -234,7 +276,7 @@ def test_only_visible_layers_are_fetched_until_the_page_scrolls(page: "Page", ba
             requests.append(body["layers"])
 
     page.on("request", note)
-    page.set_viewport_size({"width": 380, "height": 640})
+    page.set_viewport_size({"width": 380, "height": 300})
     open_view(page, base, "attention", prompt=PROMPT)
     first = {layer for layers in requests for layer in layers}
     assert first < set(range(NUM_LAYERS))
@@ -245,9 +287,9 @@ def test_only_visible_layers_are_fetched_until_the_page_scrolls(page: "Page", ba
 
 
 def test_a_worked_example_without_a_mask_has_weights_on_later_tokens(page: "Page", base: str) -> None:
-    open_view(page, base, "attention", model="a-tokens-journey", pos=0)
+    open_view(page, base, "attention", model="a-tokens-journey", pos=0, layer=0, head=0)
     weights = weights_of(base, 0, 0, prompt="the cat sat on", model="a-tokens-journey")
-    assert "mask hides the" not in page.locator("attention-head").inner_text()
+    assert "mask hides" not in page.locator("attention-head").inner_text()
     rows = page.locator("attention-head table.bars tbody tr").all()
     found = {int(cells[2]): cells[3] for cells in (row.locator("th, td").all_inner_texts() for row in rows)}
     assert found == {position: percent(float(weight)) for position, weight in enumerate(weights[0])}
@@ -275,12 +317,13 @@ def test_the_heads_are_compared_for_one_query_and_one_key(page: "Page", base: st
         }
         best = sorted(weights, key=lambda place: -weights[place])[:5]
         said = page.locator("attention-ranking .answer").inner_text()
-        assert said.startswith(f"Head {best[0][0]}.{best[0][1]} (")
+        assert said.startswith(f"L{best[0][0]} H{best[0][1]} attends most to ")
         assert f"“{tokens[key]['text']}” (position {key}), when “{tokens[query]['text']}” (position {query})" in said
         assert f": {percent(weights[best[0]])} of its weight." in said
-        assert said.endswith("The large picture shows head 0.0.") == (best[0] != (0, 0))
+        assert "The large picture" not in said
+        assert page.locator("attention-head h3").first.inner_text() == f"L{best[0][0]} H{best[0][1]}"
         buttons = page.locator("attention-ranking button.small").all_inner_texts()
-        assert buttons == [f"{layer}.{head}: {percent(weights[layer, head])}" for layer, head in best]
+        assert buttons == [f"L{layer} H{head}: {percent(weights[layer, head])}" for layer, head in best]
         page.locator("attention-ranking select[name=key]").select_option("4")
         page.wait_for_url("**key=4**")
         wait_until_ready(page)
@@ -307,7 +350,7 @@ def test_induction_needs_tokens_that_are_repeated(page: "Page", base: str) -> No
     best = max(maps, key=lambda each: each["means"]["induction"])
     open_view(page, base, "attention", prompt=prompt, find="induction")
     said = page.locator("attention-ranking .answer").inner_text()
-    assert said.startswith(f"Head {best['layer']}.{best['head']} (")
+    assert said.startswith(f"L{best['layer']} H{best['head']} attends most to ")
     assert percent(best["means"]["induction"]) in said
     open_view(page, base, "attention", prompt="The cat sat", find="induction")
     assert "no earlier copy" in page.locator("attention-ranking .answer").inner_text()
@@ -328,8 +371,8 @@ def test_shares_that_look_alike_get_more_digits_and_equal_ones_are_a_tie(page: "
         return [apart, ranking.querySelector(".answer").textContent]; }""",
         [[0.98712, 0.98708, 0.3]],
     )
-    assert texts[0] == ["0.0: 98.712 %", "0.1: 98.708 %", "0.2: 30.000 %"]
-    assert texts[1].startswith("3 heads tie, among them 0.0, 0.1, 0.2")
+    assert texts[0] == ["L0 H0: 98.712 %", "L0 H1: 98.708 %", "L0 H2: 30.000 %"]
+    assert texts[1].startswith("3 heads tie, among them L0 H0, L0 H1, L0 H2")
 
 
 def test_the_table_of_all_heads_scrolls_in_a_box(page: "Page", base: str) -> None:
@@ -340,7 +383,7 @@ def test_the_table_of_all_heads_scrolls_in_a_box(page: "Page", base: str) -> Non
 
 
 def test_the_picture_of_all_heads_holds_heads_that_were_out_of_sight(page: "Page", base: str) -> None:
-    page.set_viewport_size({"width": 380, "height": 640})
+    page.set_viewport_size({"width": 380, "height": 300})
     open_view(page, base, "attention", prompt=PROMPT)
     empty = page.locator("pattern-grid .is-empty")
     assert empty.count() > 0
@@ -355,7 +398,7 @@ def test_the_picture_of_all_heads_holds_heads_that_were_out_of_sight(page: "Page
 def test_a_long_prompt_says_which_keys_are_drawn_and_lists_all_on_request(page: "Page", base: str) -> None:
     prompt = "the cat sat on the mat and looked at the dark night " * 5
     row = weights_of(base, 0, 0, prompt=prompt)[-1]
-    open_view(page, base, "attention", prompt=prompt)
+    open_view(page, base, "attention", prompt=prompt, layer=0, head=0)
     drawn = page.locator(".arc-token").count()
     assert 10 <= drawn <= 21
     others = sorted(row[:-1], reverse=True)[: drawn - 1]
@@ -373,7 +416,7 @@ def test_a_long_prompt_says_which_keys_are_drawn_and_lists_all_on_request(page: 
 
 def test_a_tap_on_a_cell_shows_its_value_and_keeps_it(open_page: OpenPage, base: str) -> None:
     page = open_page(phone=True, touch=True)
-    open_view(page, base, "attention", prompt=PROMPT)
+    open_view(page, base, "attention", prompt=PROMPT, layer=0, head=0)
     canvas = page.locator("attention-head heat-map canvas")
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
@@ -415,7 +458,7 @@ def test_edits_are_applied_and_the_head_that_they_change_the_most_is_found(page:
     assert max(value for (layer, _), value in moved.items() if layer < 2) == 0.0
     layer, head = max(moved, key=lambda place: moved[place])
     answer = page.locator("attention-ranking .answer").inner_text()
-    assert answer.startswith(f"Head {layer}.{head} changes the most")
+    assert answer.startswith(f"L{layer} H{head} changes the most")
     assert f"move {percent(moved[layer, head])} of the weight" in answer
     tokens = patterns(base)["tokens"]
     edited, plain = (weights_of(base, 3, 2, **fields)[-1] for fields in ({"edits": edits}, {}))

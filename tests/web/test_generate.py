@@ -88,7 +88,7 @@ def test_a_chosen_token_shows_the_ten_most_likely_ones(page: "Page", bundled: Ru
     answer = bundled.answer("/generate", prompt=PROMPT, temperature=0.8, seed=1, max_tokens=24, logprobs=10)
     top = answer["logprobs"][5]["top"]
     num_prompt = len(bundled.answer("/tokenize", text=PROMPT)["tokens"])
-    assert f"it is at position {num_prompt + 5}." in page.get_by_role("region", name="Alternatives").inner_text()
+    assert f"Position {num_prompt + 5} in the other views" in page.get_by_role("region", name="Alternatives").inner_text()
     logits = torch.tensor(row_before(bundled, PROMPT, answer["tokens"][:5]), dtype=torch.float64)
     rows = table_rows(page)
     assert len(rows) == 10 + (answer["tokens"][5] not in [entry["id"] for entry in top])
@@ -208,7 +208,7 @@ def test_a_click_while_tokens_arrive_does_not_begin_again(page: "Page", base: st
     options(page).nth(2).click()
     page.get_by_role("heading", name="Token 3 of the continuation").wait_for()
     wait_until_ready(page)
-    page.locator(".status-line").get_by_text("The text ends because").wait_for()
+    page.locator(".status-line").get_by_text("was reached").wait_for()
     requests: list[str] = []
     page.on("request", lambda request: requests.append(urlsplit(request.url).path))
     options(page).nth(9).click()
@@ -234,7 +234,7 @@ def test_the_view_says_how_many_tokens_fit_and_shows_the_field_of_an_error(
     room -= len(bundled.answer("/tokenize", text=PROMPT)["tokens"])
     field = page.get_by_label("Max tokens")
     assert field.get_attribute("max") == str(room)
-    assert page.get_by_text(f"at most {room}: the context has").is_visible()
+    assert page.get_by_text(f"at most {room} (context ").is_visible()
     page.locator(".settings > summary").click()
     field.evaluate("field => { field.value = 9999; field.dispatchEvent(new Event('change')); }")
     assert wait_until_settled(page) == "error"
@@ -290,7 +290,7 @@ def test_a_chat_uses_the_template_of_the_model(page: "Page", start: Start, tmp_p
     page.get_by_label("As a chat message").check()
     page.wait_for_url("**chat=1*")
     wait_until_ready(page)
-    page.get_by_text("What is sent: the prompt as one message").click()
+    page.get_by_text("What is sent: the prompt in the chat template").click()
     assert page.locator("generate-view details pre").inner_text().strip() == "[user] Who are you?\n[reply]"
     messages = [{"role": "user", "content": "Who are you?"}]
     answer = service.answer("/v1/chat/completions", messages=messages, temperature=0, max_tokens=24)

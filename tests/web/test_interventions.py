@@ -97,7 +97,7 @@ def test_bars_say_how_far_each_stage_moved(page: "Page", base: str) -> None:
     open_view(page, base, "edits", prompt=PROMPT, edits=json.dumps(EDITS), pos=4)
     changes = both_runs(base, position=4)["changes"]
     rows = rows_of(page, 1)
-    assert [row[0] for row in rows] == [*(f"after layer {layer}" for layer in range(6)), "logits"]
+    assert [row[0] for row in rows] == [*(f"after L{layer}" for layer in range(6)), "logits"]
     for row, change in zip(rows, changes, strict=True):
         assert row[2] == ("0 %" if change["relative"] == 0 else percent(change["relative"]))
         assert abs(read_number(row[3]) - change["norm"]) <= 6e-4 * change["norm"]
@@ -105,15 +105,15 @@ def test_bars_say_how_far_each_stage_moved(page: "Page", base: str) -> None:
 
 def test_chips_are_added_and_removed_and_the_address_has_them(page: "Page", base: str) -> None:
     open_view(page, base, "edits", prompt=PROMPT)
-    assert "Add an edit" in page.locator("edit-comparison .answer").inner_text()
+    assert page.locator("edit-comparison .answer").inner_text().startswith("Without edits, the most likely token")
     field(page, "layer").select_option("5")
     field(page, "head").select_option("2")
-    add_edit(page, "Set head 2 of layer 5 to zero")
+    add_edit(page, "Set L5 H2 to zero")
     field(page, "op").select_option("scale")
     field(page, "part").select_option("mlp_out")
     field(page, "factor").fill("0.5")
     field(page, "positions").fill("0, 2-3")
-    add_edit(page, "Multiply the feed-forward output of layer 5 at positions 0, 2\N{EN DASH}3 by 0.5")
+    add_edit(page, "Multiply the feed-forward output of L5 at positions 0, 2\N{EN DASH}3 by 0.5")
     text = page.evaluate("new URLSearchParams(location.hash.slice(1)).get('edits')")
     assert json.loads(text) == [
         {"stage": "blocks.5.attn.z", "op": "zero", "heads": [2]},
@@ -122,12 +122,12 @@ def test_chips_are_added_and_removed_and_the_address_has_them(page: "Page", base
     page.reload()
     wait_until_ready(page)
     assert page.locator(".chip").count() == 2
-    page.get_by_role("button", name="Remove: Set head 2 of layer 5 to zero").click()
-    page.locator(".chip", has_text="Set head").wait_for(state="detached")
+    page.get_by_role("button", name="Remove: Set L5 H2 to zero").click()
+    page.locator(".chip", has_text="Set L5").wait_for(state="detached")
     wait_until_ready(page)
     assert page.locator(".chip").count() == 1
     page.go_back()
-    page.locator(".chip", has_text="Set head").wait_for()
+    page.locator(".chip", has_text="Set L5").wait_for()
 
 
 def test_a_patch_takes_numbers_from_another_prompt(page: "Page", base: str) -> None:
@@ -138,7 +138,7 @@ def test_a_patch_takes_numbers_from_another_prompt(page: "Page", base: str) -> N
     field(page, "layer").select_option("3")
     field(page, "source").fill(other)
     field(page, "positions").fill("last")
-    add_edit(page, f"Take the residual stream after layer 3 at the last position from the prompt “{other}”")
+    add_edit(page, f"Take the residual stream after L3 at the last position from the prompt “{other}”")
     edit = {"stage": "blocks.3.resid_post", "op": "patch", "positions": "last", "source": {"prompt": other}}
     best = both_runs(base, [edit])["predictions"][0]["top"][0]
     assert percent(best["probability"]) in page.locator("edit-comparison .answer").inner_text()
@@ -152,7 +152,7 @@ def test_a_stored_vector_is_added(page: "Page", tmp_path: Path, start: Start) ->
     field(page, "op").select_option("add")
     field(page, "part").select_option("resid_post")
     field(page, "scale").fill("-2")
-    add_edit(page, "Add -2 \N{MULTIPLICATION SIGN} the vector “upward” to the residual stream after layer 0")
+    add_edit(page, "Add -2 \N{MULTIPLICATION SIGN} the vector “upward” to the residual stream after L0")
     edit = {"stage": "blocks.0.resid_post", "op": "add", "vector": "upward", "scale": -2}
     best = both_runs(base, [edit])["predictions"][0]["top"][0]
     assert percent(best["probability"]) in page.locator("edit-comparison .answer").inner_text()
@@ -161,8 +161,8 @@ def test_a_stored_vector_is_added(page: "Page", tmp_path: Path, start: Start) ->
 def test_attribution_has_the_shares_of_the_service_and_a_part_can_be_ablated(page: "Page", base: str) -> None:
     open_view(page, base, "edits", prompt=PROMPT, explain=" was", minus=" had")
     answer = post(base, "/attribute", method="direct", prompt=PROMPT, token=" was", minus=" had")
-    heads = {f"head {i}.{j}": v for i, layer in enumerate(answer["layers"]) for j, v in enumerate(layer["heads"])}
-    shares = heads | {f"feed-forward {i}": layer["mlp"] for i, layer in enumerate(answer["layers"])}
+    heads = {f"L{i} H{j}": v for i, layer in enumerate(answer["layers"]) for j, v in enumerate(layer["heads"])}
+    shares = heads | {f"L{i} FFN": layer["mlp"] for i, layer in enumerate(answer["layers"])}
     rows = rows_of(page, 0, "direct-attribution")
     largest = sorted(shares, key=lambda name: -abs(shares[name]))[:10]
     assert [row[0] for row in rows] == [
@@ -182,9 +182,9 @@ def test_attribution_has_the_shares_of_the_service_and_a_part_can_be_ablated(pag
     assert said.startswith(f"Without edits, {rows[0][0]} ")
     assert "“␣was” (id " in said
     assert "“␣had” (id " in said
-    layer, head = re.findall(r"\d+", next(row[0] for row in rows if row[0].startswith("head")))
-    page.get_by_role("button", name=f"Ablate head {layer}.{head}").click()
-    page.locator(".chip", has_text=f"Set head {head} of layer {layer} to zero").wait_for()
+    layer, head = re.findall(r"\d+", next(row[0] for row in rows if " H" in row[0]))
+    page.get_by_role("button", name=f"Ablate L{layer} H{head}").click()
+    page.locator(".chip", has_text=f"Set L{layer} H{head} to zero").wait_for()
     wait_until_ready(page)
 
 
@@ -311,7 +311,7 @@ def test_the_most_likely_token_is_explained_at_once(page: "Page", base: str) -> 
     answer = post(base, "/attribute", method="direct", prompt=PROMPT, token=best["id"])
     said = page.locator("direct-attribution").inner_text()
     assert f"“{shown(best['text'])}” (id {best['id']})" in said
-    assert f"All shares together are {answer['total']:.4g}, and the logit is {answer['logit']:.4g}" in said
+    assert f"Sum of all shares: {answer['total']:.4g}; the logit: {answer['logit']:.4g}" in said
     assert sum(url.endswith("/attribute") for url in asked) == 1
 
 

@@ -59,7 +59,7 @@ def test_each_cell_has_the_most_likely_token_and_its_probability(page: "Page", b
     ]
     assert grid_of(page) == expected
     names = page.locator("cell-grid tbody th").all_inner_texts()
-    assert names == ["before layer 0", *(f"after layer {layer}" for layer in range(5)), "after layer 5 (output)"]
+    assert names == ["before L0", *(f"after L{layer}" for layer in range(5)), "after L5 (output)"]
 
 
 def test_cells_can_show_the_rank_or_the_probability_of_the_followed_token(page: "Page", base: str) -> None:
@@ -83,7 +83,7 @@ def test_with_ranks_the_colour_is_that_of_the_rank_on_a_logarithmic_scale(page: 
     size = json.load(urllib.request.urlopen(f"{base}/model", timeout=PATIENCE_SECONDS))["sizes"]["d_vocab"]
     legend = page.locator("lens-view .legend").inner_text()
     assert f"{size - 1:,}" in legend
-    assert "Rank 0 (bold): it is the most likely token" in legend
+    assert "Rank 0 (bold): none" in legend
     ranks = [[each["rank"] for each in layer["final"]] for layer in lens(base)["layers"]]
     shares = [[1 - math.log1p(rank) / math.log(size) for rank in row] for row in ranks]
     script = """(shares) => import('/page/draw/colours.js').then(({ colour }) =>
@@ -175,11 +175,11 @@ def test_the_answer_says_from_which_layer_on_the_final_token_is_the_most_likely(
         first = next(row for row in range(NUM_ROWS) if not any(ranks[row:]))
         said = page.locator("lens-view .answer").inner_text()
         text = answer["final"][position]["text"].replace("\n", "↵")
-        since = f"It is the most likely token after layer {first - 1}, and after every later layer."
+        since = f"It is the most likely token after L{first - 1}, and after every later layer."
         if first == 0:
-            since = "It is the most likely token from the start: before layer 0, and after every layer."
+            since = "It is the most likely token from the start: before L0, and after every layer."
         if first == NUM_ROWS - 1:
-            since = f"It becomes the most likely token only after layer {first - 1}, the last one."
+            since = f"It becomes the most likely token only after L{first - 1}, the last layer."
         probability = displayed(answer["layers"][-1]["final"][position]["probability"])
         assert said.startswith(f"After position {position}, the network predicts “{text}” ({probability}). {since}")
 
@@ -265,7 +265,7 @@ def test_the_keyboard_moves_and_chooses_and_the_address_restores_it(page: "Page"
     page.wait_for_url(re.compile("row=5"))
     wait_until_ready(page)
     heading = page.locator("lens-view h3").inner_text()
-    assert heading.endswith("after layer 4")
+    assert heading.endswith("after L4")
     assert page.evaluate("document.activeElement.getAttribute('aria-selected')") == "true"
     page.reload()
     wait_until_ready(page)

@@ -63,7 +63,7 @@ def test_the_selected_token_has_the_formula_and_what_was_expected_instead(
     probability = answer["stages"][0]["values"][0][2][token["id"]]
     section = page.get_by_role("region", name="The selected token")
     said = section.locator(".answer").inner_text()
-    assert f"“{token['text']}” a probability of {percent(probability)}" in said
+    assert f"“{token['text']}” had a probability of {percent(probability)}" in said
     formula = said.split("ln ")[2].split(":")[0].split(" = ")
     assert [read_number(text) for text in formula] == pytest.approx(
         [probability, -math.log(probability)],

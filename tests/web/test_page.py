@@ -346,7 +346,7 @@ def test_a_view_that_does_not_apply_the_edits_says_so(page: "Page", base: str, v
     note.get_by_role("link", name="Open Interventions").click()
     wait_until_ready(page)
     assert note.is_hidden()
-    assert page.get_by_role("button", name="Remove: Set head 2 of layer 5 to zero").is_visible()
+    assert page.get_by_role("button", name="Remove: Set L5 H2 to zero").is_visible()
 
 
 def test_edits_stay_in_the_address_of_other_views_until_they_are_removed(page: "Page", base: str) -> None:

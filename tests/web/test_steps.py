@@ -53,17 +53,17 @@ def test_the_figures_of_a_step(page: "Page", bundled: Running, base: str) -> Non
     model = bundled.get("/model").json()
     positions = [traced["positions"] for traced in generate(bundled)["trace"]][:4]
     (position,) = positions[-1]
-    assert figure(page, "Computed in this step") == f"1 of {position + 1} positions"
-    assert f"of {position} positions" in figure(page, "Read from the cache")
+    assert figure(page, "Computed") == f"1 of {position + 1} positions"
+    assert figure(page, "Read from the cache") == f"{position} positions"
     computed, without = sum(map(len, positions)), sum(each[-1] + 1 for each in positions)
-    assert figure(page, "So far").startswith(f"{computed} positions computed instead of {without}:")
+    assert figure(page, "So far").startswith(f"{computed} computed instead of {without}:")
     size = model["limits"]["cache_token_bytes"]
-    assert f"{position + 1} positions × {size:,} bytes" in figure(page, "In the cache after this step")  # noqa: RUF001
+    assert f"{position + 1} positions × {size:,} bytes" in figure(page, "In the cache after it")  # noqa: RUF001
     config = model["config"]
     assert size == 2 * config["num_layers"] * config["num_kv_heads"] * config["d_head"] * 2  # bfloat16
     assert figure(page, "Bytes of one token").endswith(f"2 bytes (bfloat16) = {size:,}")
     group = config["num_heads"] // config["num_kv_heads"]
-    shared = f" (each shared by {group} query heads)" if group > 1 else ""
+    shared = f" (each for {group} query heads)" if group > 1 else ""
     assert f"{config['num_kv_heads']} key-value heads{shared} " in figure(page, "Bytes of one token")
 
 

@@ -2,6 +2,7 @@
 // says which rows can be seen, and its owner gives it their patterns.
 
 import { around, context2d, el, find, findAll } from "../dom.js";
+import { placeName } from "../network/names.js";
 import { colour } from "./colours.js";
 import { moveFocus, placeAfter } from "./grid_keys.js";
 
@@ -148,11 +149,11 @@ export class PatternGrid extends HTMLElement {
     this.#cells = Array.from({ length: this.#layers }, (_, layer) =>
       Array.from({ length: this.#heads }, (_, head) => this.#cell(layer, head)),
     );
-    const names = Array.from({ length: this.#heads }, (_, head) => el("span", { role: "columnheader" }, String(head)));
+    const names = Array.from({ length: this.#heads }, (_, head) => el("span", { role: "columnheader" }, `H${head}`));
     const rows = this.#cells.map((cells, layer) =>
-      el("div", { role: "row", dataset: { layer } }, el("span", { role: "rowheader" }, String(layer)), cells),
+      el("div", { role: "row", dataset: { layer } }, el("span", { role: "rowheader" }, placeName(layer)), cells),
     );
-    const corner = el("span", { role: "columnheader", class: "corner" }, "layer");
+    const corner = el("span", { role: "columnheader", class: "corner" });
     const grid = el(
       "div",
       {
@@ -166,7 +167,7 @@ export class PatternGrid extends HTMLElement {
     grid.addEventListener("pointerover", (event) => this.#point(around(event, "[role=gridcell]")));
     grid.addEventListener("pointerleave", () => this.#point(null));
     grid.addEventListener("focusin", (event) => this.#point(around(event, "[role=gridcell]")));
-    this.replaceChildren(el("div", { class: "scroll" }, el("p", { class: "faint heads-name" }, "head →"), grid));
+    this.replaceChildren(el("div", { class: "scroll" }, grid));
     this.mark(Math.min(this.#chosen.layer, this.#layers - 1), Math.min(this.#chosen.head, this.#heads - 1));
   }
 
@@ -183,7 +184,7 @@ export class PatternGrid extends HTMLElement {
         class: "is-empty",
         tabindex: "-1",
         "aria-selected": "false",
-        "aria-label": `layer ${layer}, head ${head}`,
+        "aria-label": placeName(layer, head),
         dataset: { layer, head },
         onclick: () => this.#choose({ layer, head }),
       },
@@ -250,7 +251,7 @@ export class PatternGrid extends HTMLElement {
   #drawCell(layer, head) {
     const cell = this.#cells[layer][head];
     const pattern = this.#patterns.get(layer)?.[head];
-    cell.setAttribute("aria-label", `layer ${layer}, head ${head}${pattern ? `: ${pattern.says}` : ""}`);
+    cell.setAttribute("aria-label", `${placeName(layer, head)}${pattern ? `: ${pattern.says}` : ""}`);
     cell.classList.toggle("is-empty", !pattern);
     const canvas = find(cell, "canvas");
     if (pattern) paint(canvas, pattern);

@@ -10,19 +10,30 @@ import { quoted } from "../format.js";
  */
 
 /**
+ * The name of a layer, a head or a feed-forward network: L4, L4 H2, L4 FFN.
+ * @param {number | string} layer
+ * @param {number | string} [part] a head, or "FFN"
+ */
+export function placeName(layer, part) {
+  if (part === undefined) return `L${layer}`;
+  return `L${layer} ${part === "FFN" ? part : `H${part}`}`;
+}
+
+/**
  * The name of a number, a stage of a token, or bands.
  * @param {Parts} parts
  * @param {Spot} spot
  */
 export function nameOf({ line, pass }, { item, row, column }) {
   const { label, layer, kind, heads, columns, hasKeys } = line.items[item];
-  const place = layer === null ? "" : `L${layer} `;
+  const isCell = ["strip", "gate"].includes(kind) && column !== null;
+  const head = isCell && heads > 1 ? Math.floor(column / columns) : undefined;
+  const place = layer === null ? "" : `${placeName(layer, head)} `;
   const token = `${quoted(pass.tokens[row])} (${row})`;
-  if (!["strip", "gate"].includes(kind) || column === null) return `${place}${label} · ${token}`;
-  const head = heads > 1 ? `H${Math.floor(column / columns)} ` : "";
+  if (!isCell) return `${place}${label} · ${token}`;
   const within = column % columns;
   const where = columns === 1 ? "" : hasKeys ? ` → ${quoted(pass.tokens[within])} (${within})` : `, number ${within}`;
-  return `${place}${head}${label} · ${token}${where}`;
+  return `${place}${label} · ${token}${where}`;
 }
 
 /**
@@ -35,7 +46,7 @@ export function stepsOf({ line, pass }, { at, cell, position }) {
   const item = line.items.find(({ name }) => name === at);
   const layer = item?.layer ?? (/^L\d+$/.test(at) ? Number(at.slice(1)) : null);
   const steps = [{ text: "Network", changes: { at: "", cell: "" } }];
-  if (layer !== null) steps.push({ text: `L${layer}`, changes: { at: `L${layer}`, cell: "" } });
+  if (layer !== null) steps.push({ text: placeName(layer), changes: { at: `L${layer}`, cell: "" } });
   if (item) steps.push({ text: item.label, changes: { at, cell: "" } });
   if (!item || cell === "") return steps;
   const token = quoted(pass.tokens[position === "" ? pass.tokens.length - 1 : Number(position)]);

@@ -3,6 +3,7 @@
 
 import { count, number, percent, quoted } from "../format.js";
 import { patternOf } from "./bands.js";
+import { placeName } from "./names.js";
 
 /**
  * @import { Line } from "./items.js"
@@ -110,18 +111,17 @@ export function norm({ pass, row, gaze }) {
 export function queries({ pass, row, gaze: { layer, head } }) {
   const name = `blocks.${layer}.attn.q`;
   const found = largest(pass, name, row, head);
-  return (
-    found && {
-      title: "Query, key and value",
-      sentence:
-        "Three weight matrices make a query (what the token looks for), a key (what it offers) and a " +
-        `value (what it passes on), ${count(found.stage.columns)} numbers for each head.`,
-      question: `What is the largest number of the query in head ${head}, by size?`,
-      answer: `Number ${found.column}: ${number(found.value)}. Its terms, input × weight, are at the right.`,
-      at: name,
-      cell: String(head * found.stage.columns + found.column),
-    }
-  );
+  if (layer === null || !found) return null;
+  return {
+    title: "Query, key and value",
+    sentence:
+      "Three weight matrices make a query (what the token looks for), a key (what it offers) and a " +
+      `value (what it passes on), ${count(found.stage.columns)} numbers for each head.`,
+    question: `What is the largest number of the query of ${placeName(layer, head)}, by size?`,
+    answer: `Number ${found.column}: ${number(found.value)}. Its terms, input × weight, are at the right.`,
+    at: name,
+    cell: String(head * found.stage.columns + found.column),
+  };
 }
 
 /** @type {StepOf} */
@@ -129,14 +129,14 @@ export function scores({ pass, row, gaze: { layer, head, key } }) {
   const name = `blocks.${layer}.attn.scores`;
   const stage = pass.stages.get(name);
   const numbers = pass.row(name, row);
-  if (!stage || !numbers) return null;
+  if (layer === null || !stage || !numbers) return null;
   const cell = head * stage.columns + key;
   return {
     title: "Scores",
     sentence:
       "The query is multiplied with the key of every earlier token, and of its own: number by number, " +
       "added up, scaled.",
-    question: `What is the score of ${quoted(pass.tokens[key])} in head ${head}?`,
+    question: `What is the score of ${quoted(pass.tokens[key])} in ${placeName(layer, head)}?`,
     answer: `${number(numbers[cell])}. The sum at the right shows how it comes about.`,
     at: name,
     cell: String(cell),
@@ -148,12 +148,14 @@ export function pattern({ pass, row, gaze: { layer, head, key } }) {
   const name = layer === null ? "" : patternOf(layer);
   const stage = pass.stages.get(name);
   const weights = pass.row(name, row);
-  if (!stage || !weights) return null;
+  if (layer === null || !stage || !weights) return null;
   const cell = head * stage.columns + key;
   return {
     title: "Attention",
     sentence: "Softmax turns the scores of each head into shares of 100 %.",
-    question: `How much does ${quoted(pass.tokens[row])} attend to ${quoted(pass.tokens[key])} in head ${head}?`,
+    question:
+      `How much does ${quoted(pass.tokens[row])} attend to ${quoted(pass.tokens[key])} in ` +
+      `${placeName(layer, head)}?`,
     answer: `${percent(weights[cell])}. ${row > 1 ? MOST : ""}`,
     at: name,
     cell: String(cell),
@@ -182,12 +184,12 @@ export function rotation({ pass, row, gaze: { layer, head } }) {
   const name = `blocks.${layer}.attn.rot_q`;
   const [turned, before] = [pass.row(name, row), pass.row(`blocks.${layer}.attn.q`, row)];
   const found = largest(pass, name, row, head);
-  if (!turned || !before || !found) return null;
+  if (layer === null || !turned || !before || !found) return null;
   const cell = head * found.stage.columns + found.column;
   return {
     title: "Rotary positions",
     sentence: "Pairs of numbers of each query and key are turned by an angle that grows with the position.",
-    question: `What does turning make of number ${found.column} of the query in head ${head}?`,
+    question: `What does turning make of number ${found.column} of the query of ${placeName(layer, head)}?`,
     answer: `${number(before[cell])} becomes ${number(turned[cell])}.`,
     at: name,
     cell: String(cell),

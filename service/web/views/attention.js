@@ -7,21 +7,22 @@ import "../draw/pattern_grid.js";
 import { editsIn } from "../edits_note.js";
 import { percent } from "../format.js";
 import { readChoice, readIndex } from "../indices.js";
+import { placeName } from "../network/names.js";
 import { cached } from "../passes.js";
 import { term } from "../terms.js";
 import { View } from "../view.js";
 import { STAGES } from "./attention_head.js";
 import { AttentionMaps } from "./attention_maps.js";
-import { CHOICES, TARGETS, TARGET_NAMES } from "./attention_ranking.js";
+import { CHOICES, TARGETS, TARGET_NAMES, ranked } from "./attention_ranking.js";
 import { ofPrompt, readEdits } from "./edit_words.js";
 import { isOther, isPosition } from "./positions.js";
 
 /**
  * @import { Means, Model } from "../answers.js"
  * @import { ViewState } from "../view.js"
- * @import { Body, HeadMap, MapStage } from "./attention_maps.js"
+ * @import { Body, HeadMap, HeadMeans, MapStage } from "./attention_maps.js"
  * @typedef {ViewState & typeof Attention.params} State
- * @typedef {{ layer: number, head: number }} Place
+ * @import { HeadWeights, Place, Choice } from "./attention_ranking.js"
  */
 
 const SMALL_MAP = 64; // rows of a small map
@@ -29,7 +30,8 @@ const SMALL_MAP = 64; // rows of a small map
 export default class Attention extends View {
   static showsWorkedExamples = true;
   static appliesEdits = true;
-  static params = { layer: "0", head: "0", pos: "", stage: "pattern", find: "previous", key: "", edits: "[]" };
+  /** `layer` and `head`: both "" for the head that answers the question. */
+  static params = { layer: "", head: "", pos: "", stage: "pattern", find: "previous", key: "", edits: "[]" };
 
   #grid = el("pattern-grid");
   #hatched = el("span", {}, " Hatched: still loading. A row is loaded when you scroll to it.");
@@ -59,38 +61,30 @@ export default class Attention extends View {
       { class: "faint" },
       "Each picture is the ",
       term("pattern"),
-      " of one head: a row for each token that looks ",
-      inBrackets("query"),
-      ", a column for each token that is looked at ",
-      inBrackets("key"),
-      ". Choose one to see it large.",
+      " of one ",
+      term("head"),
+      ": a row for each ",
+      term("query"),
+      ", a column for each ",
+      term("key"),
+      `. ${placeName(4, 2)} is head 2 of layer 4.`,
     );
     const legend = el("p", { class: "legend" }, "Weight: ", barLegend("0 %", "100 %"), ".", this.#hatched);
-    const first = el(
-      "p",
-      { class: "faint" },
-      "Each ",
-      term("layer"),
-      " has several ",
-      term("head", "heads"),
-      ", which work side by side. For each token, a head decides how much it takes from which token.",
-    );
     this.append(
-      first,
-      this.#ranking,
       el(
         "div",
         { class: "beside" },
         el(
           "section",
           { class: "narrow", "aria-label": "All heads" },
-          el("h3", {}, "All heads"),
+          this.#ranking,
           meaning,
+          this.#choice,
           this.#pointed,
           this.#grid,
           legend,
         ),
-        el("section", { class: "wide", "aria-label": "One head" }, this.#choice, this.#head),
+        this.#head,
       ),
     );
     const choose = (/** @type {CustomEvent<Place>} */ { detail }) => {
@@ -104,9 +98,11 @@ export default class Attention extends View {
       "visible",
       ({ detail }) => this.#maps && this.#fetchRows(detail, this.#signal).catch(this.context.report),
     );
-    this.#ranking.addEventListener("target", ({ detail }) => this.context.navigate({ find: detail.target }));
-    this.#ranking.addEventListener("pair", ({ detail }) => this.context.navigate(detail));
-    this.#head.addEventListener("change", ({ detail }) => this.context.navigate(detail));
+    const ask = (/** @type {Record<string, string>} */ question) =>
+      this.context.navigate({ ...question, layer: "", head: "" });
+    this.#ranking.addEventListener("target", ({ detail }) => ask({ find: detail.target }));
+    this.#ranking.addEventListener("pair", ({ detail }) => ask(detail));
+    this.#head.addEventListener("change", ({ detail }) => this.context.navigate({ ...this.#named(), ...detail }));
     this.#head.addEventListener("ablate", () => this.#ablate());
   }
 
@@ -122,48 +118,62 @@ export default class Attention extends View {
     const body = edits.length > 0 ? { ...plainBody, edits } : plainBody;
     const { layers, heads } = await this.#sizes(state, body, signal);
     const isNew = isOther(this.#state, state);
-    if (isNew && !(isPosition(state.layer, layers) && isPosition(state.head, heads)))
-      return this.context.navigate({ layer: "0", head: "0" }, { replace: true });
-    const [layer, head] = [readIndex(state.layer, "layer", layers), readIndex(state.head, "head", heads)];
+    const isNamed = state.layer !== "" || state.head !== "";
+    const named = { layer: state.layer || "0", head: state.head || "0" };
+    if (isNew && !(isPosition(named.layer, layers) && isPosition(named.head, heads)))
+      return this.context.navigate({ layer: "", head: "" }, { replace: true });
+    const given = { layer: readIndex(named.layer, "layer", layers), head: readIndex(named.head, "head", heads) };
     const stage = readChoice(state.stage, "stage", STAGES);
     const target = readChoice(state.find, "find", CHOICES);
     this.#use(body, edits.length > 0 ? plainBody : null, layers, heads);
     this.#head.canAblate =
       Boolean(this.context.service.model?.capabilities.edits) && !isWorkedExample(this.context.service, state.model);
-    this.#grid.mark(layer, head);
-    this.#showChoice(layers, heads, { layer, head });
     this.#point(null);
-    const { tokens } = await this.#maps.head(layer, head, "pattern", signal);
+    if (isNamed) this.#grid.mark(given.layer, given.head);
+    await this.#fetchRows(this.#grid.visibleLayers(), signal);
+    const means = await this.#maps.means(layers, signal);
+    const { tokens } = this.#maps;
     if (isNew && state.pos !== "" && !isPosition(state.pos, tokens.length))
       return this.context.navigate({ pos: "" }, { replace: true });
     if (isNew && state.key !== "" && !isPosition(state.key, tokens.length))
       return this.context.navigate({ key: "" }, { replace: true });
     const query = state.pos === "" ? tokens.length - 1 : readIndex(state.pos, "position", tokens.length);
     const key = state.key === "" ? Math.max(0, query - 1) : readIndex(state.key, "key", tokens.length);
-    const one = this.#showHead({ layer, head, stage, position: query }, signal);
-    const all = this.#fetchRows(this.#grid.visibleLayers(), signal).then(async () => {
-      const means = await this.#maps.means(layers, signal);
-      const rows = target === "chosen" || target === "changed" ? await this.#maps.rowOfAll(query, signal) : [];
-      const before = target === "changed" ? await this.#plain?.rowOfAll(query, signal) : undefined;
-      this.#ranking.show({
-        heads: means.map((each, index) => ({
-          ...each,
-          weight: rows[index]?.weights[key],
-          moved: before && movedShare(rows[index].weights, before[index].weights),
-        })),
-        target,
-        isEdited: this.#plain !== null,
-        tokens,
-        query,
-        key,
-        chosen: { layer, head },
-      });
-    });
-    await Promise.all([one, all]);
+    const all = await this.#weigh(means, target, query, key, signal);
+    const { layer, head } = isNamed ? given : (ranked(all, target)[0] ?? given);
+    this.#grid.mark(layer, head);
+    this.#showChoice(layers, heads, { layer, head });
+    const isEdited = this.#plain !== null;
+    this.#ranking.show({ heads: all, target, isEdited, tokens, query, key, chosen: { layer, head } });
+    await this.#showHead({ layer, head, stage, position: query }, signal);
     if (this.#isChosen) this.#head.reveal();
     this.#isChosen = false;
     this.#state = state;
     return undefined;
+  }
+
+  /**
+   * What the ranking compares, of each head.
+   * @param {HeadMeans[]} means
+   * @param {Choice} target
+   * @param {number} query
+   * @param {number} key
+   * @param {AbortSignal} signal
+   * @returns {Promise<HeadWeights[]>}
+   */
+  async #weigh(means, target, query, key, signal) {
+    const rows = target === "chosen" || target === "changed" ? await this.#maps.rowOfAll(query, signal) : [];
+    const before = target === "changed" ? await this.#plain?.rowOfAll(query, signal) : undefined;
+    return means.map((each, index) => ({
+      ...each,
+      weight: rows[index]?.weights[key],
+      moved: before && movedShare(rows[index].weights, before[index].weights),
+    }));
+  }
+
+  /** The shown head in the address, so that a click in its picture does not lead to another head. */
+  #named() {
+    return { layer: String(this.#shown.layer), head: String(this.#shown.head) };
   }
 
   /** What the network predicts without the chosen head, in the view of interventions. */
@@ -217,7 +227,7 @@ export default class Attention extends View {
     const of = (/** @type {keyof Place} */ name, /** @type {number} */ size) => {
       const indices = Array.from({ length: size }, (_, index) => index);
       const control = select(
-        { name, onchange: ({ target }) => this.context.navigate({ [name]: target.value }) },
+        { name, onchange: ({ target }) => this.context.navigate({ ...this.#named(), [name]: target.value }) },
         indices,
         chosen[name],
       );
@@ -281,7 +291,7 @@ export default class Attention extends View {
   #point(place) {
     const said = place && this.#grid.says(place);
     this.#pointed.textContent = said
-      ? `Layer ${place.layer}, head ${place.head}: ${said}.`
+      ? `${placeName(place.layer, place.head)}: ${said}.`
       : "Point at a picture, or use the arrow keys and Enter.";
   }
 }
@@ -306,14 +316,6 @@ async function rowOf(maps, { block, size, values }, { layer, head, position }, s
  */
 function movedShare(weights, before) {
   return weights.reduce((sum, weight, key) => sum + Math.abs(weight - before[key]), 0) / 2;
-}
-
-/**
- * A term in brackets, which no line breaks apart.
- * @param {"query" | "key"} id
- */
-function inBrackets(id) {
-  return el("span", { class: "together" }, "(", term(id), ")");
 }
 
 /** @param {Means | null} means */

@@ -5,6 +5,7 @@ import "../draw/arcs.js";
 import { barTable } from "../draw/bars.js";
 import "../draw/heat_map.js";
 import { percent, quoted, shown } from "../format.js";
+import { placeName } from "../network/names.js";
 import { term } from "../terms.js";
 import { TARGETS, TARGET_NAMES } from "./attention_ranking.js";
 
@@ -61,29 +62,30 @@ export class AttentionHead extends HTMLElement {
     const meaning = el(
       "p",
       { class: "faint" },
-      "An ",
-      term("score"),
-      " says how well a ",
-      term("query"),
-      " fits a ",
-      term("key"),
-      ". The ",
-      term("mask"),
-      " hides some keys, and the ",
+      "The pattern is the ",
       term("softmax"),
-      " of the masked scores is the pattern: the weights of a row add up to 100 %. Click on a cell to keep its row.",
+      " of the masked ",
+      term("score", "scores"),
+      ": each row adds up to 100 %. Click on a cell to keep its row.",
     );
     this.append(
-      el("div", { class: "row" }, this.#title, this.#ablate),
-      this.#answer,
-      this.#stages,
-      this.#map,
-      this.#note,
-      meaning,
-      this.#heading,
-      this.#said,
-      this.#arcs,
-      this.#bars,
+      el(
+        "section",
+        { class: "wide", "aria-label": "One head" },
+        el("div", { class: "row" }, this.#title, this.#ablate),
+        this.#answer,
+        this.#stages,
+        this.#map,
+        this.#note,
+        meaning,
+      ),
+      el(
+        "section",
+        { class: "wide", "aria-label": "One token" },
+        this.#heading,
+        this.#said,
+        el("div", { class: "beside" }, this.#arcs, this.#bars),
+      ),
     );
     this.#map.addEventListener("cell", ({ detail }) => this.#point(detail && this.#positionOf(detail.row)));
     this.#map.addEventListener("choose", ({ detail }) =>
@@ -106,13 +108,13 @@ export class AttentionHead extends HTMLElement {
     this.#shown = what;
     this.#at = null;
     const { layer, head, stage } = what;
-    this.#title.textContent = `Layer ${layer}, head ${head}`;
+    this.#title.textContent = placeName(layer, head);
     this.#answer.textContent = this.#describe();
     for (const button of findAll(this.#stages, "button"))
       button.setAttribute("aria-pressed", String(button.dataset.stage === stage));
     if (!isSameMap) this.#drawMap();
     this.#note.textContent = this.#noteOf();
-    const ofPattern = stage === "pattern" ? "" : " (weights of the pattern, after the softmax)";
+    const ofPattern = stage === "pattern" ? "" : " (weights of the pattern)";
     this.#heading.textContent = `What one token attends to${ofPattern}`;
     this.#showQuery(what.position, what.row, what.plainRow);
   }
@@ -137,15 +139,13 @@ export class AttentionHead extends HTMLElement {
   }
 
   #describe() {
-    const { layer, head, pattern } = this.#shown;
-    const { means } = pattern;
+    const { means } = this.#shown.pattern;
     if (means === null) return "The prompt has one token only, which can attend to nothing but itself.";
     const [best, ...others] = TARGET_NAMES.toSorted((a, b) => (means[b] ?? 0) - (means[a] ?? 0));
     const part = (/** @type {keyof typeof TARGETS} */ name) => `${percent(means[name])} to ${TARGETS[name]}`;
     return (
-      `On average, head ${layer}.${head} gives ${part(best)}, ${others.map(part).join(", and ")}. (These can add ` +
-      "up to more than 100 %: at position 1, the previous token is also the first one, so its weight counts " +
-      "twice.)"
+      `On average: ${part(best)}, ${others.map(part).join(", ")}. These overlap: at position 1, the previous ` +
+      "token is the first one."
     );
   }
 
@@ -173,12 +173,9 @@ export class AttentionHead extends HTMLElement {
   #noteOf() {
     const { stage, map } = this.#shown;
     const reduced =
-      map.block > 1
-        ? `The prompt is long: each cell stands for ${map.block} × ${map.block} tokens, and shows the largest ` +
-          "number there. "
-        : "";
+      map.block > 1 ? `A long prompt: each cell shows the largest number of ${map.block} × ${map.block} tokens. ` : "";
     return stage === "pattern" && hidesLater(map)
-      ? `${reduced}Above the diagonal all weights are 0: the causal mask hides the tokens that come later.`
+      ? `${reduced}Above the diagonal, all weights are 0: the causal mask hides later tokens.`
       : reduced;
   }
 

@@ -26,6 +26,8 @@ export class AttentionMaps {
   #rows = new Map();
   /** @type {Map<number, (Means | null)[]>} layer → the means of each head */
   #means = new Map();
+  /** @type {PositionedToken[]} of the prompt, once `means` has an answer */
+  tokens = [];
   /** @type {WeakMap<PatternsAnswer, HeadMap>} answer → its head, so that the same head is the same object */
   #decoded = new WeakMap();
 
@@ -169,7 +171,8 @@ export class AttentionMaps {
   }
 
   /** @param {PatternsAnswer} answer */
-  #keepMeans({ maps }) {
+  #keepMeans({ maps, tokens }) {
+    this.tokens = tokens;
     for (const { layer } of maps)
       this.#means.set(
         layer,

@@ -3,6 +3,7 @@
 import { el, findAll, labelled, select } from "../dom.js";
 import { dataTable } from "../draw/data_table.js";
 import { percent, quoted, shown } from "../format.js";
+import { placeName } from "../network/names.js";
 import { term } from "../terms.js";
 
 /**
@@ -29,17 +30,11 @@ export const CHOICES = {
 const NUM_NAMED = 5;
 /** @type {Record<string, string | undefined>} */
 const BASES = {
-  induction:
-    "Each percentage is a mean over the tokens that have an earlier copy in the prompt. It counts their weight on " +
-    "the tokens that came directly after these copies.",
-  chosen:
-    "Each percentage is the weight of this query on this key, in one head. A click on a cell of the large picture " +
-    "also chooses a query and a key.",
-  changed: "Each percentage is the share of the weight of one query that the edits move to other keys, in one head.",
+  induction: "Means over the tokens that have an earlier copy: their weight on the token after that copy.",
+  chosen: "The weight of this query on this key. A click on a cell of the large picture chooses both.",
+  changed: "The share of the weight of this query that the edits move to other keys.",
 };
-const BASIS =
-  "Each percentage is a mean over the tokens of this prompt. The first token is left out, because it can only " +
-  "attend to itself.";
+const BASIS = "Means over this prompt without its first token, which can only attend to itself.";
 
 /**
  * <attention-ranking>. `show({heads, target, isEdited, tokens, query, key, chosen})`: `heads` are {layer, head, means,
@@ -77,12 +72,7 @@ export class AttentionRanking extends HTMLElement {
     if (this.#shown?.tokens !== tokens) this.#buildPair(tokens);
     this.#shown = what;
     this.#select.value = target;
-    const valued = heads.flatMap((each) => {
-      const values = { ...each.means, chosen: each.weight, changed: each.moved };
-      const value = values[target];
-      return value === undefined || value === null ? [] : [{ ...each, value }];
-    });
-    this.#heads = valued.length === heads.length ? valued.sort((a, b) => b.value - a.value) : [];
+    this.#heads = ranked(heads, target);
     this.#pair.hidden = target !== "chosen" && target !== "changed";
     this.#pair.classList.toggle("has-no-key", target === "changed");
     for (const option of this.#select.options) option.hidden = option.value === "changed" && !what.isEdited;
@@ -99,7 +89,7 @@ export class AttentionRanking extends HTMLElement {
     if (focused !== undefined) again?.focus({ preventScroll: true });
     this.#basis.replaceChildren(
       BASES[target] ?? BASIS,
-      ...(target === "induction" ? [" A head with a high percentage is an ", term("induction"), "."] : []),
+      ...(target === "induction" ? [" A high one means an ", term("induction"), "."] : []),
     );
     this.#basis.hidden = this.#table.hidden = named.length === 0;
     this.#table.refresh();
@@ -140,7 +130,7 @@ export class AttentionRanking extends HTMLElement {
       );
     if (target === "changed")
       return (
-        `Head ${nameOf(best)} changes the most: the edits move ${percent(best.value)} of the weight of ` +
+        `${nameOf(best)} changes the most: the edits move ${percent(best.value)} of the weight of ` +
         `${nameOfToken(tokens, query)} to other tokens.`
       );
     const tied = this.#heads.filter(({ value }) => value === best.value);
@@ -151,10 +141,7 @@ export class AttentionRanking extends HTMLElement {
         `most to ${what}, each with ${percent(best.value)} of its weight${mean}.`
       );
     const [text] = apart((second ? [best, second] : [best]).map(({ value }) => value));
-    return (
-      `Head ${nameOf(best)} (layer ${best.layer}, head ${best.head}) attends most to ${what}: ${text} of its ` +
-      `weight${mean}.`
-    );
+    return `${nameOf(best)} attends most to ${what}: ${text} of its weight${mean}.`;
   }
 
   /** Which head the large picture shows, if it is not the one that the answer names first. */
@@ -162,7 +149,7 @@ export class AttentionRanking extends HTMLElement {
     const [best] = this.#heads;
     const { chosen, tokens } = this.#shown;
     if (!best || best.value === 0 || tokens.length === 1 || nameOf(best) === nameOf(chosen)) return "";
-    return `The large picture shows head ${nameOf(chosen)}.`;
+    return `The large picture shows ${nameOf(chosen)}.`;
   }
 
   /**
@@ -193,8 +180,8 @@ export class AttentionRanking extends HTMLElement {
     return {
       caption:
         target === "changed"
-          ? `The share of the weight of the query at ${query} that the edits move, in each head (layer.head)`
-          : `Mean weight of each head (layer.head)${chosen}, the largest first`,
+          ? `The share of the weight of the query at ${query} that the edits move, in each head`
+          : `Mean weight of each head${chosen}, the largest first`,
       columns: ["head", ...first, ...names.map((name) => CHOICES[name])],
       rows: this.#heads.map((place) => [
         nameOf(place),
@@ -206,11 +193,22 @@ export class AttentionRanking extends HTMLElement {
 }
 
 /**
- * A head in short, such as 2.3: layer 2, head 3.
- * @param {Place} place
+ * The heads with their values for a question, the largest first. None if a head has no value.
+ * @param {HeadWeights[]} heads
+ * @param {Choice} target
  */
-export function nameOf({ layer, head }) {
-  return `${layer}.${head}`;
+export function ranked(heads, target) {
+  const valued = heads.flatMap((each) => {
+    const values = { ...each.means, chosen: each.weight, changed: each.moved };
+    const value = values[target];
+    return value === undefined || value === null ? [] : [{ ...each, value }];
+  });
+  return valued.length === heads.length ? valued.sort((a, b) => b.value - a.value) : [];
+}
+
+/** @param {Place} place */
+function nameOf({ layer, head }) {
+  return placeName(layer, head);
 }
 
 /**

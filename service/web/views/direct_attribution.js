@@ -4,6 +4,7 @@ import { el, labelled } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import "../draw/heat_map.js";
 import { number, shown } from "../format.js";
+import { placeName } from "../network/names.js";
 import { term } from "../terms.js";
 import { signed } from "./edit_words.js";
 
@@ -30,12 +31,14 @@ export class DirectAttribution extends HTMLElement {
   #bars = el("div");
   #layers = el("div");
   #map = el("heat-map");
-  #computing = el(
-    "p",
-    { class: "faint", role: "status", hidden: true },
-    "Computing the shares of all heads and feed-forward networks …",
+  #computing = el("p", { class: "faint", role: "status", hidden: true }, "Computing the shares …");
+  #result = el(
+    "div",
+    {},
+    this.#answer,
+    this.#sum,
+    el("div", { class: "beside" }, this.#bars, el("div", {}, this.#map, this.#layers)),
   );
-  #result = el("div", {}, this.#answer, this.#sum, el("div", { class: "shares" }, this.#bars, this.#map, this.#layers));
 
   connectedCallback() {
     if (this.childElementCount > 0) return;
@@ -49,11 +52,9 @@ export class DirectAttribution extends HTMLElement {
       { class: "faint" },
       "The ",
       term("logit"),
-      " of a token is a sum: each head and each feed-forward network adds a share. This view lists the shares (direct ",
+      " of a token is a sum of shares (direct ",
       term("attribution"),
-      "). With a second token, it lists the shares in the difference of the two logits. The numbers are those of " +
-        "the pass without edits. A share says what a part writes. It does not say what would change without this " +
-        "part, because later parts and the final norm would change, too.",
+      "). A share says what a part writes, not what would change without the part.",
     );
     this.append(
       el("h3", {}, "Which parts write a token, without edits?"),
@@ -157,8 +158,8 @@ export class DirectAttribution extends HTMLElement {
     };
     return barTable({
       caption:
-        `The ${largest.length} largest shares of heads and feed-forward networks, and everything else. Bars to ` +
-        "the right add to the logit, bars to the left take from it.",
+        `The ${largest.length} largest shares of heads (${placeName(5, 7)}: layer 5, head 7) and feed-forward ` +
+        "networks (FFN).",
       columns: ["part", "share", "try"],
       rows: [...rows, sum],
     });
@@ -171,10 +172,10 @@ export class DirectAttribution extends HTMLElement {
       values: layers.flatMap(({ heads, mlp }) => [...heads, mlp]),
       rows: layers.length,
       columns: numHeads + 1,
-      rowLabels: layers.map((_, layer) => String(layer)),
-      columnLabels: [...Array.from({ length: numHeads }, (_, head) => String(head)), "FFN"],
+      rowLabels: layers.map((_, layer) => placeName(layer)),
+      columnLabels: [...Array.from({ length: numHeads }, (_, head) => `H${head}`), "FFN"],
       rowName: "layer",
-      columnName: "head, or feed-forward network (FFN)",
+      columnName: "part",
       valueName: "share",
     };
   }
@@ -204,8 +205,8 @@ function sumOf({ logit, total, remainder, capped_logit, dtype, target }) {
       ? ""
       : ` The network caps its logits, to ${number(capped_logit)} here; the value before the cap is explained.`;
   return (
-    `All shares together are ${number(total)}, and the ${name} is ${number(logit)}, computed in ${dtype}. ` +
-    `Rounding leaves out ${number(remainder)}.${cap}`
+    `Sum of all shares: ${number(total)}; the ${name}: ${number(logit)}, computed in ${dtype}. ` +
+    `Rounding: ${number(remainder)}.${cap}`
   );
 }
 
@@ -217,11 +218,11 @@ function sumOf({ logit, total, remainder, capped_logit, dtype, target }) {
 function partsOf({ layers }) {
   const parts = layers.flatMap(({ heads, mlp }, layer) => [
     ...heads.map((share, head) => ({
-      name: `head ${layer}.${head}`,
+      name: placeName(layer, head),
       share,
       edit: { stage: `blocks.${layer}.attn.z`, op: "zero", heads: [head] },
     })),
-    { name: `feed-forward ${layer}`, share: mlp, edit: { stage: `blocks.${layer}.mlp_out`, op: "zero" } },
+    { name: placeName(layer, "FFN"), share: mlp, edit: { stage: `blocks.${layer}.mlp_out`, op: "zero" } },
   ]);
   return parts.sort((a, b) => Math.abs(b.share) - Math.abs(a.share));
 }
@@ -257,10 +258,10 @@ function layersOf({ layers }) {
   const sums = layers.map(({ heads, mlp }) => [heads.reduce((sum, share) => sum + share, 0), mlp]);
   const largest = Math.max(...sums.flat().map(Math.abs)) || 1;
   return barTable({
-    caption: "What each layer adds. Thin bar: all its heads together. Thick bar: its feed-forward network.",
-    columns: ["layer", "heads", "feed-forward"],
+    caption: "What each layer adds. Thin bar: all its heads. Thick bar: its FFN.",
+    columns: ["layer", "heads", "FFN"],
     rows: sums.map(([heads, mlp], layer) => ({
-      cells: [String(layer), signed(heads), signed(mlp)],
+      cells: [placeName(layer), signed(heads), signed(mlp)],
       shares: [heads / largest, mlp / largest],
     })),
   });

@@ -3,6 +3,7 @@
 import { el } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import { number, percent, quoted, shown } from "../format.js";
+import { placeName } from "../network/names.js";
 import { signed } from "./edit_words.js";
 
 /**
@@ -28,7 +29,7 @@ export class EditComparison extends HTMLElement {
   #answer = el("p", { class: "answer" });
   #loss = el("p");
   #predictions = el("div");
-  #stages = el("div");
+  #stages = el("div", { class: "moved" });
 
   connectedCallback() {
     if (this.childElementCount === 0)
@@ -50,7 +51,7 @@ export class EditComparison extends HTMLElement {
     this.#answer.textContent = edited
       ? verdict(plain.top[0], edited, token, plain.position)
       : `Without edits, the most likely token after ${quoted(token)} (position ${plain.position}) is ` +
-        `${quoted(plain.top[0])}: ${percent(plain.top[0].probability)}. Add an edit to see what it changes.`;
+        `${quoted(plain.top[0])}: ${percent(plain.top[0].probability)}.`;
     this.#loss.textContent = lossOf(answer);
     this.#predictions.replaceChildren(edited ? this.#both(plain, edited) : this.#one(plain));
     this.#stages.replaceChildren(edited ? moved(answer.changes ?? []) : "");
@@ -60,7 +61,7 @@ export class EditComparison extends HTMLElement {
   /** @param {PositionPredictions} plain */
   #one({ top }) {
     return barTable({
-      caption: "The most likely next tokens, without edits (temperature 1, whole vocabulary)",
+      caption: "The most likely next tokens (temperature 1, whole vocabulary)",
       columns: ["token", "id", "probability"],
       rows: top.slice(0, NUM_SHOWN).map((each) => ({
         cells: [shown(each), String(each.id), percent(each.probability)],
@@ -98,10 +99,9 @@ export class EditComparison extends HTMLElement {
       });
     return barTable({
       caption:
-        "The most likely next tokens. Thin bar: without edits. Thick bar: with edits. Framed: the most likely " +
-        "token of each run. The probabilities are at temperature 1, over the whole vocabulary. Near 0 and 100 %, " +
-        "compare the logits, because the probabilities hardly move there. A probability can fall although its " +
-        "logit rises: then the logits of other tokens rise more.",
+        "The most likely next tokens (temperature 1, whole vocabulary). Thin bar: without edits; thick bar: with " +
+        "them; framed: the most likely of each. Near 0 and 100 %, compare the logits. A probability falls although its logit rises if other logits " +
+        "rise more.",
       columns: ["token", "without", "with", "difference, percentage points", "difference of the logit"],
       rows,
     });
@@ -151,8 +151,8 @@ function below(top) {
 function lossOf({ loss, baseline }) {
   if (loss === null || loss.mean === null) return "";
   return baseline
-    ? `Mean loss of the whole prompt: ${number(baseline.loss.mean)} without edits, ${number(loss.mean)} with them.`
-    : `Mean loss of the whole prompt: ${number(loss.mean)}.`;
+    ? `Mean loss of the prompt: ${number(baseline.loss.mean)} without edits, ${number(loss.mean)} with them.`
+    : `Mean loss of the prompt: ${number(loss.mean)}.`;
 }
 
 /**
@@ -163,9 +163,8 @@ function moved(changes) {
   const largest = Math.max(...changes.map(({ relative }) => relative ?? 0), 1e-12);
   return barTable({
     caption:
-      "How far the edits moved each stage at this position. The difference is a vector: the stage with edits " +
-      "minus the stage without. The share (bars) is the length of the difference, divided by the length of the " +
-      "stage without edits.",
+      "How far the edits moved each stage at this position. Share (bars): the length of the difference ÷ the " +
+      "length without edits.",
     columns: ["stage", "share", "length of the difference"],
     rows: changes.map(({ name, norm, relative }) => ({
       cells: [nameOf(name), relative === null ? "–" : percent(relative), number(norm)],
@@ -177,7 +176,7 @@ function moved(changes) {
 /** @param {string} stage */
 function nameOf(stage) {
   const [, layer, part] = /^blocks\.(\d+)\.(.+)$/.exec(stage) ?? [];
-  return part === "resid_post" ? `after layer ${layer}` : stage;
+  return part === "resid_post" ? `after ${placeName(layer)}` : stage;
 }
 
 customElements.define("edit-comparison", EditComparison);

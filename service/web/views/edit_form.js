@@ -252,8 +252,8 @@ export class EditForm extends HTMLElement {
     const asked = ++this.#asked;
     if (this.#patch.hidden) return;
     const rule =
-      "A patch takes as many positions from the other prompt as it changes: “all” needs prompts of as many " +
-      "tokens, “last” takes the last position of each, and a number means the same position in both.";
+      "“all” needs two prompts of the same length, “last” takes the last position of each, and a number means the " +
+      "same position in both.";
     this.#patch.textContent = rule;
     if (source.value === "") return;
     const said = await this.#copied(this.#readPrompt(source.value), positions.value).catch(({ message }) => message);

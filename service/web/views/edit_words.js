@@ -1,6 +1,7 @@
 // Edits, as docs/interventions.md describes them: read from the address, and said in words.
 
 import { number } from "../format.js";
+import { placeName } from "../network/names.js";
 
 /** @import { Edit, Positions } from "../answers.js" */
 
@@ -62,9 +63,12 @@ const SUBJECTS = {
 /** @param {Edit} edit */
 function subjectOf({ stage, heads }) {
   const found = /^blocks\.(\d+|\*)\.(.+)$/.exec(String(stage));
-  const layer = found && (found[1] === "*" ? "all layers" : `layer ${found[1]}`);
-  if (found?.[2] === "attn.z")
-    return heads ? `${heads.length === 1 ? "head" : "heads"} ${heads.join(", ")} of ${layer}` : `all heads of ${layer}`;
+  const layer = found && (found[1] === "*" ? "all layers" : placeName(found[1]));
+  if (found?.[2] === "attn.z") {
+    if (!heads) return `all heads of ${layer}`;
+    if (found[1] === "*") return `${heads.length === 1 ? "head" : "heads"} ${heads.join(", ")} of ${layer}`;
+    return heads.map((head) => placeName(found[1], head)).join(", ");
+  }
   const name = found && SUBJECTS[found[2]] ? `${SUBJECTS[found[2]]} ${layer}` : stage;
   return heads ? `${name}, heads ${heads.join(", ")},` : name;
 }

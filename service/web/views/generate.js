@@ -33,7 +33,7 @@ const ENDS = {
   length: "“Max tokens” was reached",
   stop: "the model ended the text",
   cancelled: "the service ended the request",
-  error: "of an error",
+  error: "an error ended the text",
 };
 
 export default class GenerateView extends View {
@@ -82,7 +82,7 @@ export default class GenerateView extends View {
   #rendered = el(
     "details",
     { hidden: true },
-    el("summary", {}, "What is sent: the prompt as one message of the user, in the chat template of the model"),
+    el("summary", {}, "What is sent: the prompt in the chat template"),
     this.#sent,
   );
   #chatLabel = el("label", {}, this.#chat, " As a chat message");
@@ -113,21 +113,17 @@ export default class GenerateView extends View {
       el(
         "p",
         { class: "faint" },
-        "With a ",
-        term("temperature"),
-        " of 0, the text is always the same (",
+        "Temperature 0 always gives the same text (",
         term("greedy"),
-        "). With more, the ",
+        "). Above 0, the ",
         term("seed"),
-        " decides what is drawn. To see how a temperature changes the probabilities of one token, select the " +
-          "token in the text.",
+        " decides.",
         switchedOff(model?.generation_defaults ?? {}),
       ),
       el(
         "p",
         { class: "faint", hidden: !hasTemplate },
-        "“As a chat message” sends the prompt as a single message of the user, in the chat template of the model. " +
-          "Without it, the model continues the prompt as it stands.",
+        "“As a chat message” puts the prompt into the chat template of the model.",
       ),
     );
     this.append(
@@ -139,13 +135,11 @@ export default class GenerateView extends View {
       el(
         "p",
         { class: "legend" },
-        "Colour: the ",
-        term("probability"),
-        " that the network gave to the ",
+        term("probability", "Probability"),
+        " of the ",
         term("token"),
-        " (temperature 1, all tokens). ",
+        " (temperature 1, all tokens): ",
         barLegend("0 %", "100 %"),
-        " Select a token, or use the arrow keys and Enter.",
       ),
       this.#table,
       this.#panel.element,
@@ -288,9 +282,7 @@ export default class GenerateView extends View {
     const unit = run.tokens.length === 1 ? "token" : "tokens";
     if (run.end === null || typeof run.end === "string") this.#status.textContent = `${number} ${unit} …`;
     else
-      this.#status.textContent =
-        `${number} ${unit} in ${(milliseconds / 1000).toFixed(2)} s. The text ends because ` +
-        `${ENDS[run.end.finish_reason]}.`;
+      this.#status.textContent = `${number} ${unit} in ${(milliseconds / 1000).toFixed(2)} s: ${ENDS[run.end.finish_reason]}.`;
   }
 
   /** @param {Run} run */
@@ -314,8 +306,7 @@ export default class GenerateView extends View {
     this.#room.textContent =
       numPrompt === null
         ? `at most ${count(places)} with the prompt`
-        : `at most ${count(places - numPrompt)}: the context has ${count(places)} places, the prompt takes ` +
-          `${count(numPrompt)}`;
+        : `at most ${count(places - numPrompt)} (context ${count(places)} − prompt ${count(numPrompt)})`;
   }
 
   /**

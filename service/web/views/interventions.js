@@ -49,23 +49,16 @@ export default class Interventions extends View {
     const meaning = el(
       "p",
       { class: "faint" },
-      "An edit changes numbers in the middle of the pass. Everything after them is computed from the changed " +
-        "numbers. Switching off a part is called ",
+      "An ",
       term("ablation"),
-      ". Taking numbers from the pass over another prompt is called ",
+      " switches a part off, ",
       term("patching"),
-      ". Adding a vector is called ",
+      " takes numbers from another prompt, and ",
       term("steering"),
-      ".",
+      " adds a vector.",
     );
     const apply = el("button", { type: "button", onclick: () => this.#set(this.#json.value) }, "Apply the JSON");
-    const json = el(
-      "details",
-      {},
-      el("summary", {}, "Edits as JSON (all operations, such as noise, cap and inline vectors)"),
-      this.#json,
-      apply,
-    );
+    const json = el("details", {}, el("summary", {}, "Edits as JSON (all operations)"), this.#json, apply);
     const another = el("button", { type: "button" }, "Show another position");
     const position = el("form", { class: "row" }, labelled("After position", this.#position), another);
     this.append(

@@ -83,13 +83,9 @@ export default class Lens extends View {
       { class: "faint" },
       "The ",
       term("logit_lens"),
-      " takes the ",
+      " reads the ",
       term("residual"),
-      " in the middle of the network, and reads it as if it were the end: with the last ",
-      term("norm"),
-      " and the ",
-      term("unembedding"),
-      ". Each column is a position, and its cells guess the token after it. Rows go down through the layers.",
+      " after each layer as if it were the end. Each cell guesses the token after its column.",
     );
     this.#buildForm();
     this.append(
@@ -347,30 +343,25 @@ export default class Lens extends View {
 
   #showLegend() {
     const { answer, cells } = this.#shown;
-    const followed = answer.token ? quoted(answer.token) : "the token that the network predicts after the last layer";
+    const followed = answer.token ? quoted(answer.token) : "the final prediction";
     const colours = {
-      token: [
-        "Colour: probability of the most likely token ",
-        barLegend("0 %", "100 %"),
-        `. Bold: it is the followed token, ${followed}.`,
-      ],
+      token: ["Colour: its probability ", barLegend("0 %", "100 %"), `. Bold: ${followed}.`],
       rank: [
         "Colour: rank, on a logarithmic scale ",
         barLegend(count(this.model.sizes.d_vocab - 1), "0"),
-        `. The rank counts the tokens that are more likely than the followed one, ${followed}. Rank 0 (bold): it ` +
-          "is the most likely token.",
+        `. The rank counts the tokens that are more likely than ${followed}. Rank 0 (bold): none.`,
       ],
       probability: [
         "Colour: probability of the followed token ",
         barLegend("0 %", "100 %"),
-        `: ${followed}. Bold: it is the most likely token.`,
+        `: ${followed}. Bold: it is the most likely one.`,
       ],
     };
     const hasPieces =
       cells === "token" &&
       answer.layers.some(({ positions }) => positions.some(({ top: [best] }) => best.text?.includes(PIECE)));
     const notes = [
-      " Probabilities are at temperature 1, over the whole vocabulary.",
+      " Temperature 1, whole vocabulary.",
       hasPieces && ` ${PIECE}: a token that is a piece of a character.`,
       answer.layers.some(({ translated }) => translated) && " The residuals are translated by a tuned lens.",
       readEdits(this.#shown.state.edits).some(({ stage }) => BEHIND.test(stage)) &&
@@ -386,9 +377,8 @@ export default class Lens extends View {
     this.#generated.hidden = numGenerated === 0;
     const added = answer.tokens.slice(size - numGenerated);
     this.#generated.textContent =
-      `The model added ${numGenerated} ${numGenerated === 1 ? "token" : "tokens"} (the most likely one each ` +
-      `time): ${added.map(quoted).join(" ")}. Their columns begin with “+”. The column before a generated token ` +
-      "shows how the network found it.";
+      `The model added ${numGenerated} ${numGenerated === 1 ? "token" : "tokens"}, the most likely one each time ` +
+      `(“+”): ${added.map(quoted).join(" ")}. The column before each shows how the network found it.`;
   }
 
   #showOne() {
@@ -401,15 +391,15 @@ export default class Lens extends View {
       el(
         "p",
         {},
-        `${quoted(token)} has rank ${count(track[row].rank)} here (rank 0: the most likely token), and a ` +
-          `probability of ${chance(track[row].probability)}.` +
+        `${quoted(token)} has rank ${count(track[row].rank)} here, and a probability of ` +
+          `${chance(track[row].probability)}.` +
           (before ? ` Without the edits, ${quoted(before)} is the most likely (${percent(before.probability)}).` : ""),
       ),
       el(
         "div",
         { class: "beside" },
         barTable({
-          caption: `The ${top.length} most likely tokens (probabilities at temperature 1, over the whole vocabulary).`,
+          caption: `The ${top.length} most likely tokens.`,
           columns: ["token", "id", "probability"],
           rows: top.map((each) => ({
             cells: [shown(each), String(each.id), percent(each.probability)],
@@ -421,7 +411,7 @@ export default class Lens extends View {
           "div",
           { class: "compact" },
           barTable({
-            caption: `${quoted(token)} at position ${position}, through the layers (rank 0: the most likely token).`,
+            caption: `${quoted(token)} through the layers. Rank 0: the most likely token.`,
             columns: ["layer", "rank", "probability"],
             rows: track.map((each, index) => ({
               cells: [rowName(index, track.length), count(each.rank), chance(each.probability)],

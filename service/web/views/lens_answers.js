@@ -1,6 +1,7 @@
 // What the logit lens answers in words: from which layer on a token is the most likely one.
 
 import { count, percent, quoted } from "../format.js";
+import { placeName } from "../network/names.js";
 
 /** @import { LensToken, Token } from "../answers.js" */
 
@@ -18,8 +19,8 @@ export function chance(probability) {
  * @param {number} numRows
  */
 export function rowName(row, numRows) {
-  if (row === 0) return "before layer 0";
-  return `after layer ${row - 1}${row === numRows - 1 ? " (output)" : ""}`;
+  if (row === 0) return `before ${placeName(0)}`;
+  return `after ${placeName(row - 1)}${row === numRows - 1 ? " (output)" : ""}`;
 }
 
 /**
@@ -36,10 +37,10 @@ export function whereItWins(token, position, track) {
   while (from > 0 && track[from - 1].rank === 0) from -= 1;
   const since =
     from === 0
-      ? "It is the most likely token from the start: before layer 0, and after every layer."
+      ? `It is the most likely token from the start: before ${placeName(0)}, and after every layer.`
       : from === end
-        ? `It becomes the most likely token only after layer ${from - 1}, the last one.`
-        : `It is the most likely token after layer ${from - 1}, and after every later layer.`;
+        ? `It becomes the most likely token only after ${placeName(from - 1)}, the last layer.`
+        : `It is the most likely token after ${placeName(from - 1)}, and after every later layer.`;
   const earlier = track.findIndex(({ rank }, row) => row < from && rank === 0);
   const hint =
     earlier === -1

@@ -47,22 +47,12 @@ export default class Loss extends View {
       { class: "faint" },
       "The number below a token is its ",
       term("loss"),
-      ". It says how badly the network predicted this token from the tokens before it. The first token has no " +
-        "loss, because no token comes before it. Select a token to see what the network expected instead. The view " +
-        "Forward pass also shows these losses. There, each one stands one position earlier, at the token from which " +
-        "the network predicts.",
+      ": how badly the network predicted it from the tokens before it. Select one to see what was expected instead. " +
+        "In the view Forward pass, each loss stands one position earlier.",
     );
-    const note = el(
-      "p",
-      { class: "faint" },
-      "The mean loss is also called ",
-      term("cross_entropy"),
-      ". The ",
-      term("perplexity"),
-      " is e to the power of the mean loss.",
-    );
-    this.#summary.append(el("h3", {}, "From losses to perplexity"), this.#formula, note);
-    this.append(this.#answer, meaning, this.#strip, this.#legend, this.#one, this.#summary, this.#table);
+    this.#summary.append(el("h3", {}, "From losses to perplexity"), this.#formula, this.#table);
+    const beside = el("div", { class: "beside" }, this.#one, this.#summary);
+    this.append(this.#answer, meaning, this.#strip, this.#legend, beside);
     this.#strip.addEventListener("choose", ({ detail }) =>
       this.context.navigate({ position: String(this.#shown.predicted[detail.index].position) }),
     );
@@ -120,15 +110,7 @@ export default class Loss extends View {
     }
     this.#strip.mark(predicted.indexOf(selected));
     this.#legend.replaceChildren(
-      ...(worst
-        ? [
-            "Loss in ",
-            term("nat", "nats"),
-            ": ",
-            barLegend("0", number(worst.loss)),
-            ". The stronger the colour, the higher the loss.",
-          ]
-        : []),
+      ...(worst ? ["Loss in ", term("nat", "nats"), ": ", barLegend("0", number(worst.loss))] : []),
     );
     const { mean, perplexity } = answer.loss;
     this.#summary.hidden = !worst;
@@ -137,10 +119,13 @@ export default class Loss extends View {
       ? `${surprises(known)} ${means}`
       : "There is no loss: the network needs at least two tokens to predict one from another.";
     const total = known.reduce((sum, { loss }) => sum + loss, 0);
-    this.#formula.textContent = worst
-      ? `mean loss = ${number(total)} ÷ ${known.length} = ${number(mean)} · perplexity = e^${number(mean)} = ` +
-        `${number(perplexity)}`
-      : "";
+    this.#formula.replaceChildren(
+      "mean loss (",
+      term("cross_entropy"),
+      `) = ${number(total)} ÷ ${known.length} = ${number(mean)} · `,
+      term("perplexity"),
+      ` = e^${number(mean)} = ${number(perplexity)}`,
+    );
   }
 
   /** @param {Predicted} predicted */
@@ -168,13 +153,11 @@ export default class Loss extends View {
       el(
         "p",
         { class: "answer" },
-        `loss = −ln p = −ln ${number(probability)} = ${number(loss)}: the network gave ${quoted(token)} a ` +
-          `probability of ${percent(probability)}. ${verdict}`,
+        `loss = −ln p = −ln ${number(probability)} = ${number(loss)}: ${quoted(token)} had a probability of ` +
+          `${percent(probability)}. ${verdict}`,
       ),
       barTable({
-        caption:
-          `What the network expected at position ${position} (probabilities at temperature 1, over the whole ` +
-          "vocabulary)",
+        caption: `What the network expected at position ${position} (temperature 1, whole vocabulary)`,
         columns: ["token", "id", "probability"],
         rows: guesses.map((each) => ({
           cells: [shown(each), String(each.id), percent(each.probability)],
@@ -230,7 +213,7 @@ function surprises(known) {
   );
   const last = named.pop();
   return named.length > 0
-    ? `The network found these tokens least likely: ${named.join(", ")} and ${last}.`
+    ? `The least expected tokens: ${named.join(", ")} and ${last}.`
     : `There is one loss: ${last}.`;
 }
 

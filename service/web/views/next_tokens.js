@@ -17,8 +17,7 @@ export class NextTokens extends HTMLElement {
   connectedCallback() {
     if (this.childElementCount > 0) return;
     const note =
-      "The number below a token is the probability of the most likely token after it. Select a token to see what " +
-      "the network expects next.";
+      "Below each token: the probability of the most likely token after it. Select one to see what comes next.";
     this.append(el("p", { class: "faint" }, note), this.#strip, this.#said, this.#table);
     this.#strip.addEventListener("choose", ({ detail }) =>
       this.dispatchEvent(new CustomEvent("position", { detail: { position: detail.index } })),
@@ -42,9 +41,7 @@ export class NextTokens extends HTMLElement {
       `${percent(top[0].probability)}.`;
     this.#table.replaceChildren(
       barTable({
-        caption:
-          `The ${top.length} most likely next tokens after position ${position} (probabilities at temperature 1, ` +
-          "over the whole vocabulary)",
+        caption: `The ${top.length} most likely next tokens (temperature 1, whole vocabulary)`,
         columns: ["token", "id", "logit", "probability"],
         rows: top.map((each) => ({
           cells: [shown(each), String(each.id), number(each.logit), percent(each.probability)],

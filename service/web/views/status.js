@@ -48,38 +48,34 @@ export default class StatusView extends View {
       this.#values.set(name, value);
       return el("tr", {}, el("th", { scope: "row" }, label), value, el("td", {}, more));
     };
+    const values = el(
+      "table",
+      { class: "status-values" },
+      el("caption", {}, "Now, renewed every second"),
+      el(
+        "tbody",
+        {},
+        row("running", "Running requests"),
+        row("waiting", "Waiting requests"),
+        row("sequences", "Texts in the batch"),
+        row("cache", ["Tokens in the ", term("kv_cache")], this.#meter),
+        row("found", ["Prompt tokens found in the cache"]),
+        row("generated", "Generated tokens a second"),
+        row("prompt", "Prompt tokens a second"),
+        row("uptime", "Time since the start"),
+        row("kernels", "Kernels that compute"),
+        row("version", "Version"),
+      ),
+    );
+    const found = "The cache finds the beginning of a prompt if an earlier one had it, in whole blocks of 16 tokens.";
     this.append(
       this.#answer,
       el(
-        "table",
-        { class: "status-values" },
-        el("caption", {}, "Now, renewed every second while this tab is visible"),
-        el(
-          "tbody",
-          {},
-          row("running", "Running requests"),
-          row("waiting", "Waiting requests"),
-          row("sequences", "Texts in the batch"),
-          row("cache", ["Tokens in the ", term("kv_cache")], this.#meter),
-          row("found", ["Prompt tokens found in the cache"]),
-          row("generated", "Generated tokens a second"),
-          row("prompt", "Prompt tokens a second"),
-          row("uptime", "Time since the start"),
-          row("kernels", "Kernels that compute"),
-          row("version", "Version"),
-        ),
+        "div",
+        { class: "beside" },
+        el("div", {}, values, this.#window, el("p", { class: "faint" }, found)),
+        el("div", {}, el("h3", {}, "Tokens a second"), this.#chart, this.#table),
       ),
-      this.#window,
-      el(
-        "p",
-        { class: "faint" },
-        "A prompt that begins like an earlier one finds the keys and values of this beginning in the cache, in " +
-          "whole blocks of 16 tokens, and they are not computed again. 0 means that no prompt has begun with the " +
-          "first 16 tokens of an earlier one, or that its blocks were needed for other texts.",
-      ),
-      el("h3", {}, "Tokens a second"),
-      this.#chart,
-      this.#table,
     );
   }
 
@@ -162,8 +158,8 @@ export default class StatusView extends View {
     this.#answer.textContent = sentence(status);
     for (const [name, value] of this.#values) value.textContent = texts[name];
     this.#window.textContent =
-      `The two rates are means over the last ${speed.window_seconds.toFixed(1)} seconds. A prompt counts when its ` +
-      "first token is generated.";
+      `Rates: means over the last ${speed.window_seconds.toFixed(1)} seconds. A prompt counts with its first ` +
+      "generated token.";
     this.#meter.value = share;
     this.#meter.textContent = percent(share);
     const points = (/** @type {(status: Status) => number} */ read) =>
@@ -200,7 +196,7 @@ export default class StatusView extends View {
  * @param {Status} status
  */
 function sentence({ requests_running: running, requests_waiting: waiting }) {
-  if (running + waiting === 0) return "The service is idle: no request runs or waits.";
+  if (running + waiting === 0) return "The service is idle.";
   const requests = (/** @type {number} */ number) => `${count(number)} ${number === 1 ? "request" : "requests"}`;
   return `The service is busy: ${requests(running)} running, ${count(waiting)} waiting.`;
 }

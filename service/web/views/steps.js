@@ -22,9 +22,9 @@ const NUM_PREDICTIONS = 5;
 const PLAY_MILLISECONDS = 1200;
 /** @type {Record<Role, [sign: string, says: string]>} */
 const SIGNS = {
-  computed: ["■", "computed in this step"],
+  computed: ["■", "computed"],
   read: ["▤", "read from the cache"],
-  chosen: ["★", "chosen by this step"],
+  chosen: ["★", "chosen"],
   none: ["", "not there yet"],
 };
 
@@ -58,13 +58,12 @@ export default class Steps extends View {
     const intro = el(
       "p",
       { class: "faint" },
-      "First come the tokens of the prompt, usually all in one step. This is called ",
-      term("prefill", "prefill"),
-      ". Each later step computes only one token: the token that was chosen last. This is called ",
+      term("prefill", "Prefill"),
+      " computes the prompt, usually in one step. Each ",
       term("prefill", "decode"),
-      ". The step reads the keys and values of all earlier tokens from the ",
+      " step computes one token, and reads all earlier ones from the ",
       term("kv_cache"),
-      ". In this view, the network always chooses the most likely token (",
+      ". The most likely token is always chosen (",
       term("greedy"),
       ").",
     );
@@ -84,16 +83,15 @@ export default class Steps extends View {
         .filter(([, [sign]]) => sign)
         .map(([role, [sign, says]]) => [el("span", { class: `sign ${role}` }, sign), ` ${says}  `]),
     );
-    this.append(
-      intro,
-      controls,
-      this.#caption,
-      this.#picture,
-      legend,
+    const picture = el("div", { class: "cache-picture" }, this.#caption, this.#picture, legend);
+    const step = el(
+      "div",
+      { class: "wide" },
       this.#said,
       el("div", { class: "beside" }, this.#figures, this.#predictions),
       this.#table,
     );
+    this.append(intro, controls, el("div", { class: "beside" }, picture, step));
     this.#play.addEventListener("click", () => (this.#timer === null ? this.#start() : this.#stop()));
     this.#back.addEventListener("click", () => this.#go(this.#step - 1));
     this.#next.addEventListener("click", () => this.#go(this.#step + 1));
@@ -220,7 +218,7 @@ export default class Steps extends View {
       ),
     );
     const { prompt_tokens: numPrompt, completion_tokens: numGenerated } = answer.usage;
-    const caption = `Prompt of ${numPrompt} tokens and ${numGenerated} generated ones`;
+    const caption = `${numPrompt} tokens of the prompt, ${numGenerated} generated`;
     this.#caption.textContent = caption;
     this.#picture.replaceChildren(
       el("table", { class: "cache-steps", "aria-label": caption }, el("thead", {}, head), el("tbody", {}, rows)),
@@ -248,9 +246,7 @@ export default class Steps extends View {
     this.#showFigures(step);
     this.#predictions.replaceChildren(
       barTable({
-        caption:
-          `What step ${index} predicts after position ${step.positions.at(-1)} (probabilities at temperature 1, ` +
-          "over the whole vocabulary).",
+        caption: `What step ${index} predicts after position ${step.positions.at(-1)} (temperature 1, whole vocabulary).`,
         columns: ["token", "probability"],
         rows: step.top.map((each) => ({
           cells: [shown(each), percent(each.probability)],
@@ -292,21 +288,21 @@ export default class Steps extends View {
         ]
       : [];
     const entries = [
-      ["Computed in this step", `${count(step.positions.length)} of ${count(step.stored)} positions`],
-      ["Read from the cache", `keys and values of ${count(step.read)} positions`],
-      ["Without a cache", `this step would compute ${count(step.stored)} positions`],
+      ["Computed", `${count(step.positions.length)} of ${count(step.stored)} positions`],
+      ["Read from the cache", `${count(step.read)} positions`],
+      ["Without a cache", `${count(step.stored)} computed`],
       [
         "So far",
-        `${count(step.computed)} positions computed instead of ${count(step.withoutCache)}: ` +
+        `${count(step.computed)} computed instead of ${count(step.withoutCache)}: ` +
           `${count(step.withoutCache - step.computed)} saved`,
       ],
       [
-        "In the cache after this step",
+        "In the cache after it",
         `${count(step.stored)} positions × ${count(ofToken)} bytes = ${bytes(step.stored * ofToken)}`,
       ],
       [
         "Bytes of one token",
-        `2 (key and value) × ${config.num_layers} layers × ${config.num_kv_heads} key-value ` +
+        `2 (key, value) × ${config.num_layers} layers × ${config.num_kv_heads} key-value ` +
           `heads${sharedBy(config)} × ${config.d_head} numbers × ${number(ofNumber).replace(/\.0+$/, "")} ` +
           `bytes${ofNumber === BYTES[dtype] ? ` (${dtype})` : ""} = ${count(ofToken)}`,
       ],
@@ -368,18 +364,15 @@ function cell(role) {
 function sentence(step, index, { usage, logprobs, finish_reason: reason }, numSteps) {
   const { positions, read, chosen } = step;
   const kept =
-    usage.cached_tokens > 0 && index === 0
-      ? ` The keys and values of ${usage.cached_tokens} positions were in the cache already.`
-      : "";
+    usage.cached_tokens > 0 && index === 0 ? ` ${usage.cached_tokens} positions were in the cache already.` : "";
   const what = step.isPrompt
     ? `Step ${index} (prefill) computes ` +
       `${positions.length === usage.prompt_tokens ? "the whole prompt" : "a part of the prompt"} at once, ` +
-      `positions ${rangeOf(positions)}, and stores their keys and values.${kept}`
+      `positions ${rangeOf(positions)}.${kept}`
     : `Step ${index} (decode) computes only position ${rangeOf(positions)}, the token ` +
-      `${quoted(logprobs[positions[0]])}, and reads the keys and values of the ${count(read)} positions before it ` +
-      "from the cache.";
+      `${quoted(logprobs[positions[0]])}, and reads the ${count(read)} positions before it from the cache.`;
   const then = chosen ? ` It chooses ${quoted(chosen)} (${percent(step.top[0].probability)}).` : "";
-  const end = index === numSteps - 1 && reason === "stop" ? " With this token, the network ends the text." : "";
+  const end = index === numSteps - 1 && reason === "stop" ? " It ends the text." : "";
   return what + then + end;
 }
 
@@ -388,7 +381,7 @@ function sentence(step, index, { usage, logprobs, finish_reason: reason }, numSt
  * @param {ModelConfig} config
  */
 function sharedBy({ num_heads: numHeads, num_kv_heads: numKvHeads }) {
-  return numHeads === numKvHeads ? "" : ` (each shared by ${numHeads / numKvHeads} query heads)`;
+  return numHeads === numKvHeads ? "" : ` (each for ${numHeads / numKvHeads} query heads)`;
 }
 
 customElements.define("steps-view", Steps);

@@ -53,18 +53,18 @@ export class TokenPanel {
       el(
         "p",
         {},
-        "Move a slider to see how it changes the chances of the ten most likely tokens. The text above stays as " +
-          "it is, and the network does not run again: the page computes ",
+        "The page computes ",
         term("softmax"),
         " from the ",
         term("logit", "logits"),
-        ".",
+        "; the text above stays.",
       ),
-      this.#sliders.element,
-      this.#why,
-      this.#said,
-      this.#hint,
-      this.#bars,
+      el(
+        "div",
+        { class: "beside" },
+        el("div", {}, this.#sliders.element, this.#why, this.#said, this.#hint),
+        this.#bars,
+      ),
     );
   }
 
@@ -88,15 +88,12 @@ export class TokenPanel {
     }
     this.#place = place;
     this.#heading.textContent = `Token ${place.index + 1} of the continuation: ${quoted(place.token)}`;
-    this.#position.textContent =
-      "In the other views, which count positions of the whole text from 0, it is at position " +
-      `${count(place.ids.length)}.`;
+    this.#position.textContent = `Position ${count(place.ids.length)} in the other views, which count from 0 and with the prompt.`;
     this.#why.textContent = place.wasGreedy
-      ? "The text was generated with temperature 0, which leaves a single token. So the temperature starts at 1 " +
-        "here, where the chances are those of the network alone."
+      ? "The text had temperature 0, which leaves one token. Here it starts at 1: the network alone."
       : "";
     this.#hint.textContent = place.canContinue
-      ? "“Continue” puts the text up to here and that token into the prompt, and runs it. Back undoes this."
+      ? "“Continue” runs the text up to that token as the prompt. Back undoes this."
       : "";
     this.#sliders.show(place.tried);
     this.element.hidden = false;
@@ -156,9 +153,7 @@ export class TokenPanel {
       mark: entry.id === token.id,
     }));
     const columns = ["token", "with these settings", "network alone", "logit", "id", ""];
-    const caption =
-      "The most likely tokens. Thick bars: the probability with these settings; thin bars: by the network alone " +
-      "(temperature 1, all tokens).";
+    const caption = "Thick bars: with these settings; thin bars: the network alone (temperature 1, all tokens).";
     return barTable({ caption, columns, rows });
   }
 

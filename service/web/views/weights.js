@@ -66,7 +66,7 @@ export default class Weights extends View {
   #request = null;
 
   build() {
-    this.append(this.#controls, this.#meaning, this.#facts, this.#map);
+    this.append(this.#controls, el("div", { class: "row" }, this.#meaning, this.#facts), this.#map);
   }
 
   /**
@@ -172,7 +172,7 @@ export default class Weights extends View {
     const show = el(
       "button",
       { type: "button", class: "small", onclick: () => this.context.navigate({ view: "network", at }) },
-      "Show the product in the network",
+      "Show in the network",
     );
     this.#meaning.replaceChildren(meaning, " ", ...(at ? [show] : []));
     this.#facts.textContent =

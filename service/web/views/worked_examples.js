@@ -37,7 +37,7 @@ export default class WorkedExamples extends View {
   #choice = el("div", { class: "row", role: "group", "aria-label": "Worked example" });
   #about = el("section", { "aria-label": "About the article" });
   #results = el("section", { "aria-label": "Results" });
-  #slips = el("section", { "aria-label": "Numbers that look wrong", tabindex: "-1" });
+  #slips = el("section", { class: "long", "aria-label": "Numbers that look wrong", tabindex: "-1" });
   #stages = el("ol", { class: "printed" });
   /** @type {Record<string, unknown> | null} the request whose answer is shown */
   #body = null;
@@ -57,13 +57,13 @@ export default class WorkedExamples extends View {
     );
     this.append(
       this.#choice,
-      this.#about,
-      legend(),
-      this.#results,
-      el("h3", {}, "Printed stages, in the order of computation"),
-      el("p", { class: "faint" }, "Open a stage to see its printed and its computed numbers."),
-      this.#stages,
-      this.#slips,
+      el("div", { class: "beside" }, el("div", {}, this.#about, legend()), this.#results),
+      el(
+        "div",
+        { class: "beside" },
+        el("div", { class: "long" }, el("h3", {}, "Printed stages, in the order of computation"), this.#stages),
+        this.#slips,
+      ),
     );
   }
 
@@ -160,7 +160,7 @@ export default class WorkedExamples extends View {
     const reason =
       differing.length === 0
         ? ""
-        : ` Of the ${differing.length} others, ${following} differ only because of earlier numbers.`;
+        : ` ${following} of the ${differing.length} others differ only because of earlier numbers.`;
     const show = el(
       "button",
       { type: "button", class: "small", onclick: () => this.#slips.focus() },
@@ -178,20 +178,21 @@ export default class WorkedExamples extends View {
       el(
         "p",
         { class: "answer" },
-        `The article follows the prompt “${example.prompt.text}” through one layer. It prints ${printed.length} ` +
-          `stages; ${printed.length - differing.length} of them agree with the numbers that this service ` +
-          `computes.${reason}`,
+        `Prompt “${example.prompt.text}”, one layer. Of ${printed.length} printed stages, ` +
+          `${printed.length - differing.length} agree with the computed numbers.${reason}`,
       ),
-      ...(article
-        ? [
-            el("p", {}, "How this network differs from a standard one:"),
+      article
+        ? el(
+            "details",
+            {},
+            el("summary", {}, "How this network differs from a standard one"),
             el(
               "ul",
               {},
               article.notes.map((note) => el("li", {}, note)),
             ),
-          ]
-        : []),
+          )
+        : "",
     );
   }
 
@@ -252,9 +253,8 @@ export default class WorkedExamples extends View {
       ["where", "printed", "should be", "rounding can change it by"].map((name) => el("th", { scope: "col" }, name)),
     );
     const count =
-      "These numbers do not follow from the numbers that the article prints before them. “Should be” is the " +
-      "number that does follow. Printed numbers are rounded, but each difference is larger than rounding can " +
-      "explain.";
+      "These numbers do not follow from the numbers printed before them. Each difference is larger than rounding " +
+      "explains.";
     const table = el(
       "div",
       { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of numbers that look wrong" },
@@ -277,10 +277,10 @@ async function answerOf(body, signal) {
 /** What the signs of results, stages and numbers mean. */
 function legend() {
   const kinds = [
-    [verdict(true), ": rounded as the article rounds, the computed number is the printed one. "],
-    [verdict(false, true), ": the article went on from numbers that are rounded or wrong. "],
-    [verdict(false), ": the numbers that the article prints before it do not give it. "],
-    [el("strong", { class: "differs" }, "⚠ looks wrong"), ": marks each single number that they do not give."],
+    [verdict(true), " after rounding. "],
+    [verdict(false, true), ", rounded or wrong. "],
+    [verdict(false), " from what the numbers before it give. "],
+    [el("strong", { class: "differs" }, "⚠ looks wrong"), ": such a single number."],
   ];
   return el("p", { class: "legend", "aria-label": "Signs" }, kinds);
 }
