@@ -88,7 +88,9 @@ def test_a_chosen_token_shows_the_ten_most_likely_ones(page: "Page", bundled: Ru
     answer = bundled.answer("/generate", prompt=PROMPT, temperature=0.8, seed=1, max_tokens=24, logprobs=10)
     top = answer["logprobs"][5]["top"]
     num_prompt = len(bundled.answer("/tokenize", text=PROMPT)["tokens"])
-    assert f"Position {num_prompt + 5} in the other views" in page.get_by_role("region", name="Alternatives").inner_text()
+    assert (
+        f"Position {num_prompt + 5} in the other views" in page.get_by_role("region", name="Alternatives").inner_text()
+    )
     logits = torch.tensor(row_before(bundled, PROMPT, answer["tokens"][:5]), dtype=torch.float64)
     rows = table_rows(page)
     assert len(rows) == 10 + (answer["tokens"][5] not in [entry["id"] for entry in top])
@@ -208,7 +210,7 @@ def test_a_click_while_tokens_arrive_does_not_begin_again(page: "Page", base: st
     options(page).nth(2).click()
     page.get_by_role("heading", name="Token 3 of the continuation").wait_for()
     wait_until_ready(page)
-    page.locator(".status-line").get_by_text("was reached").wait_for()
+    page.locator(".status-line").get_by_text("tokens in").wait_for()
     requests: list[str] = []
     page.on("request", lambda request: requests.append(urlsplit(request.url).path))
     options(page).nth(9).click()

@@ -60,7 +60,7 @@ def test_requests_and_the_speed_are_seen_while_they_run(page: "Page", start: Sta
         page.get_by_role("row", name=re.compile("^(Running|Waiting) requests 1")).first.wait_for()
         busy = re.compile(r"^The service is busy: \d requests? running, \d waiting\.$")
         page.get_by_text(busy).wait_for()
-    page.get_by_text("The service is idle: no request runs or waits.").wait_for()
+    page.get_by_text("The service is idle.").wait_for()
     page.get_by_role("row", name=re.compile("^Running requests 0")).wait_for()
     page.get_by_role("row", name=re.compile("^Waiting requests 0")).wait_for()
     body = {"prompt": "Emma was", "max_tokens": 500, "ignore_eos": True, "stream": True}

@@ -172,7 +172,7 @@ export default class Weights extends View {
     const show = el(
       "button",
       { type: "button", class: "small", onclick: () => this.context.navigate({ view: "network", at }) },
-      "Show in the network",
+      "Show the product in the network",
     );
     this.#meaning.replaceChildren(meaning, " ", ...(at ? [show] : []));
     this.#facts.textContent =
