@@ -72,9 +72,9 @@ def keys_after_earlier_occurrences(ids: Tensor) -> Tensor:
 def draw_copies(ids: Tensor, vocab_size: int, size: int, length: int) -> tuple[Tensor, Tensor]:
     """Draw windows in which a row of random tokens is repeated: inputs and targets, both (size, length).
 
-    The row has a twentieth to two fifths of the tokens of a window. In every other window, its tokens are drawn from ids
-    (N,), so common ones are frequent. Every window begins with the token that begins a text. Targets are `IGNORED` until
-    the row is repeated.
+    The row has a twentieth to two fifths of the tokens of a window. In every other window, its tokens are drawn from
+    ids (N,), so common ones are frequent. Every window begins with the token that begins a text. Targets are `IGNORED`
+    until the row is repeated.
     """
     windows, targets = [], []
     for index in range(size):

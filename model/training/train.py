@@ -8,7 +8,7 @@ falls along a cosine to a tenth of its peak. Gradients are clipped. Matrix produ
 in bfloat16; the weights stay float32.
 
 With `--start`, a checkpoint is trained further, with its tokenizer. `--guidance` and `--copies` form an induction head
-(`guided_heads.py`). The bundled checkpoint is the result of two runs, which its model card describes.
+(`guided_heads.py`). The model card of the bundled checkpoint has the runs that made it.
 
 The end of every text is held out. The weights that predict the held-out text best are saved in Hugging Face layout,
 with the log `training.jsonl` and the plot `curve.png`. If a run is stopped and started again, it continues from its
