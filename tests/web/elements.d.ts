@@ -16,6 +16,7 @@ import type { CellArithmetic } from "../../service/web/network/cell_arithmetic.j
 import type { NetworkCanvas } from "../../service/web/network/network_canvas.js";
 import type { Spot } from "../../service/web/network/scene.js";
 import type { NextTokens } from "../../service/web/views/next_tokens.js";
+import type { StagePicture } from "../../service/web/views/stage_picture.js";
 import type { StageValues } from "../../service/web/views/stage_card.js";
 import type { PlainContinuation } from "../../service/web/views/plain_continuation.js";
 import type { StageSearch } from "../../service/web/views/stage_search.js";
@@ -59,6 +60,7 @@ declare global {
     "pattern-grid": Emits<PatternGrid, { choose: Head; point: Head | null; visible: number[] }>;
     "plain-continuation": PlainContinuation;
     "stage-search": Emits<StageSearch, { go: { stage: StageEntry } }>;
+    "stage-picture": StagePicture;
     "stage-values": Emits<StageValues, { head: { head: string } }>;
     "token-strip": Emits<TokenStrip, { choose: { index: number } }>;
   }

@@ -1,5 +1,6 @@
 """The view "Forward pass": each stage with its name, formula, summary and values, as the service computes them."""
 
+import json
 import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from tests.web.browsing import DESKTOP, Findings, open_table, open_view, url_of,
 from tests.web.reading import SIGNIFICANT, percent, read_number, shown
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import Locator, Page, Request
 
 PROMPT = "The captain was in the"
 DESCRIBE = """async ([names, config, example]) => {
@@ -35,12 +36,16 @@ def card(page: "Page", stage: str) -> "Locator":
     return page.locator(f'stage-card[data-stage="{stage}"]')
 
 
+def button_of(page: "Page", stage: str) -> "Locator":
+    return card(page, stage).locator(".stage-open")
+
+
 def body_of(page: "Page", stage: str) -> "Locator":
     return page.get_by_role("group", name=re.compile(rf": {re.escape(stage)}$"))
 
 
 def toggle(page: "Page", stage: str) -> None:
-    card(page, stage).get_by_role("button").click()
+    button_of(page, stage).click()
     wait_until_ready(page)
 
 
@@ -113,7 +118,7 @@ class TestSearch:
     def wait_for(self, page: "Page", stage: str) -> None:
         page.wait_for_url(re.compile(rf"stage=[^&]*{re.escape(stage)}(&|$|%)"))
         wait_until_ready(page)
-        button = card(page, stage).get_by_role("button")
+        button = button_of(page, stage)
         assert button.evaluate("each => each === document.activeElement")
         assert button.get_attribute("aria-expanded") == "true"
         box = button.bounding_box()
@@ -133,7 +138,7 @@ class TestSearch:
             self.wait_for(page, stage)
         page.reload()
         wait_until_ready(page)
-        assert card(page, "blocks.4.attn.pattern").get_by_role("button").get_attribute("aria-expanded") == "true"
+        assert button_of(page, "blocks.4.attn.pattern").get_attribute("aria-expanded") == "true"
 
     def test_it_says_how_many_stages_fit_or_that_none_does(self, page: "Page", base: str) -> None:
         open_view(page, base, "forward", prompt=PROMPT)
@@ -191,7 +196,7 @@ class TestMap:
         open_view(page, base, "forward", prompt=PROMPT)
         first, second = bundled.answer("/forward", prompt=PROMPT, stages=["loss"], top_k=2)["predictions"][-1]["top"]
         said = page.locator("forward-view .answer").first.inner_text()
-        assert f"“{first['text']}” most likely ({percent(first['probability'])})" in said
+        assert f"“{first['text']}” is most likely ({percent(first['probability'])})" in said
         assert f"“{second['text']}”" in said
 
     def test_layers_open_and_close_with_the_keyboard(self, page: "Page", base: str) -> None:
@@ -210,7 +215,7 @@ class TestMap:
 
     def test_opening_a_stage_moves_nothing_above_it(self, page: "Page", base: str) -> None:
         open_view(page, base, "forward", prompt=PROMPT)
-        button = card(page, "blocks.0.attn.v").get_by_role("button")
+        button = button_of(page, "blocks.0.attn.v")
         button.scroll_into_view_if_needed()
         before = button.bounding_box()
         toggle(page, "blocks.0.attn.v")
@@ -227,6 +232,109 @@ class TestMap:
         ]
         on_stream = layer.locator(".on-stream stage-card").evaluate_all("all => all.map((each) => each.dataset.stage)")
         assert on_stream == ["blocks.0.resid_pre", "blocks.0.resid_mid", "blocks.0.resid_post"]
+
+
+class TestPictures:
+    def read(self, page: "Page", stage: str, columns: int, rows: int) -> list[list[list[int]]]:
+        """The colours (red, green, blue, opacity) in the middle of the cells of a picture of equal columns and rows."""
+        canvas = card(page, stage).locator("canvas[aria-label]")
+        canvas.wait_for()
+        cells: list[list[list[int]]] = canvas.evaluate(
+            """(canvas, [columns, rows]) => {
+              const place = (index, count, size) => Math.floor(((index + 0.5) * size) / count);
+              const { width, height } = canvas;
+              const copy = Object.assign(document.createElement("canvas"), { width, height });
+              copy.getContext("2d", { willReadFrequently: true }).drawImage(canvas, 0, 0);
+              const { data } = copy.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+              return Array.from({ length: rows }, (_, row) => Array.from({ length: columns }, (_, column) => {
+                const y = place(row, rows, canvas.height);
+                const at = 4 * (y * canvas.width + place(column, columns, canvas.width));
+                return [...data.slice(at, at + 4)];
+              }));
+            }""",
+            [columns, rows],
+        )
+        return cells
+
+    def test_the_colours_are_the_numbers_of_the_service(self, page: "Page", bundled: Running, base: str) -> None:
+        open_view(page, base, "forward", prompt=PROMPT)
+        (answer,) = bundled.answer("/forward", prompt=PROMPT, stages=["embed"], detail="values")["stages"]
+        rows = answer["values"][0]
+        cells = self.read(page, "embed", len(rows[0]), len(rows))
+        largest = max(abs(value) for row in rows for value in row)
+        pairs = [pair for row, colours in zip(rows, cells, strict=True) for pair in zip(row, colours, strict=True)]
+        strong = [(value, red < blue) for value, (red, _, blue, _) in pairs if abs(value) > 0.1 * largest]
+        assert len(strong) > len(rows) * 50
+        assert [value > 0 for value, _ in strong] == [is_blue for _, is_blue in strong]
+
+    def test_the_colours_follow_the_theme(self, page: "Page", base: str) -> None:
+        open_view(page, base, "forward", prompt=PROMPT)
+        light = self.read(page, "embed", 256, 5)
+        page.get_by_role("button", name="Dark theme").click()
+        assert self.read(page, "embed", 256, 5) != light
+
+    def test_the_patterns_of_two_heads_are_triangles_side_by_side(self, page: "Page", base: str) -> None:
+        open_view(page, base, "forward", model="ai-rocks")
+        count = len(WORKED_EXAMPLES["ai-rocks"].prompt_ids)
+        cells = self.read(page, "blocks.0.attn.pattern", 2 * count, count)
+        assert [[opacity > 0 for *_, opacity in row] for row in cells] == [
+            2 * [key <= query for key in range(count)] for query in range(count)
+        ]
+
+    def test_a_chosen_token_stands_out(self, page: "Page", base: str) -> None:
+        open_view(page, base, "forward", prompt=PROMPT, position=3)
+        cells = self.read(page, "embed", 256, 5)
+        opacities = [{opacity for *_, opacity in row} for row in cells]
+        assert opacities[3] == {255}
+        assert all(max(row) < 255 for index, row in enumerate(opacities) if index != 3)
+
+    def test_only_the_stages_in_sight_are_read_in_few_requests(self, page: "Page", base: str) -> None:
+        page.set_viewport_size({"width": 1280, "height": 400})
+        bodies: list[str] = []
+
+        def note(request: "Request") -> None:
+            if request.headers.get("accept") == "application/x-safetensors":
+                bodies.append(request.post_data or "")
+
+        page.on("request", note)
+        open_view(page, base, "forward", prompt=PROMPT)
+        card(page, "embed").locator("canvas[aria-label]").wait_for()
+        assert not any("mlp_out" in body for body in bodies)
+        button_of(page, "blocks.0.mlp_out").scroll_into_view_if_needed()
+        card(page, "blocks.0.mlp_out").locator("canvas[aria-label]").wait_for()
+        assert any('"blocks.0.mlp_out"' in body for body in bodies)
+        assert not any("blocks.1." in body or "blocks.*" in body for body in bodies)
+        assert len(bodies) <= 6
+
+    def test_a_long_prompt_has_some_of_its_tokens_as_rows(self, page: "Page", base: str) -> None:
+        open_view(page, base, "forward", prompt=" ".join([PROMPT] * 40), position=101)
+        assert {opacity for *_, opacity in self.read(page, "embed", 256, 51)[25]} != {255}
+        with page.expect_request(lambda request: '"blocks.1.attn.q"' in (request.post_data or "")) as info:
+            page.get_by_role("button", name="Layer 1").click()
+        positions = json.loads(info.value.post_data or "")["positions"]
+        assert len(positions) <= 61
+        assert 101 in positions
+
+    def test_a_click_on_a_picture_opens_its_stage(self, page: "Page", base: str) -> None:
+        open_view(page, base, "forward", prompt=PROMPT)
+        card(page, "embed").locator("canvas[aria-label]").click()
+        wait_until_ready(page)
+        assert body_of(page, "embed").is_visible()
+
+    @pytest.mark.parametrize("position", [None, 1])
+    def test_the_cards_of_the_predictions_name_the_most_likely_next_tokens(
+        self, page: "Page", bundled: Running, base: str, position: int | None
+    ) -> None:
+        chosen = {} if position is None else {"position": position}
+        open_view(page, base, "forward", prompt=PROMPT, **chosen)
+        predictions = bundled.answer("/forward", prompt=PROMPT, stages=["loss"], top_k=4)["predictions"]
+        top = predictions[-1 if position is None else position]["top"]
+        said = card(page, "probabilities").locator("li").all_inner_texts()
+        assert [text.split("\n") for text in said] == [
+            [shown(each["text"]), percent(each["probability"])] for each in top
+        ]
+        logits = [text.split("\n")[1] for text in card(page, "logits").locator("li").all_inner_texts()]
+        assert [read_number(text) for text in logits] == pytest.approx([each["logit"] for each in top], rel=SIGNIFICANT)
 
 
 class TestValues:

@@ -439,3 +439,14 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(open_page: OpenPage, base: 
     for view in ("generate", "status"):
         open_view(page, base, view, **({"token": 3} if view == "generate" else {}))
         assert page.evaluate("document.documentElement.scrollWidth") == 380
+
+
+def test_header_and_menu_stay_at_the_left_edge_in_all_views(page: "Page", base: str) -> None:
+    page.set_viewport_size({"width": 2560, "height": 1440})
+    places = []
+    for view in VIEWS:
+        open_view(page, base, view)
+        boxes = [page.locator(each).bounding_box() for each in ("h1", "#theme", "#views a >> nth=0")]
+        places.append([(box["x"], box["y"]) for box in boxes if box])
+    assert all(place == places[0] for place in places)
+    assert places[0][0][0] < 32

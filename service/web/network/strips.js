@@ -91,7 +91,7 @@ export class Strips {
           bin === 1
             ? numbers[first + column]
             : sizeOf(numbers, first + column * bin, Math.min(end, first + (column + 1) * bin));
-        const dye = Number.isFinite(value) ? packed[indexOf(value, range)] : 0x30808080;
+        const dye = Number.isFinite(value) ? packed[colourIndex(value, range)] : 0x30808080;
         for (let step = band[0]; step < band[1]; step++) {
           const across = (row - from) * STEPS + step;
           pixels[this.#isDown ? column * w + across : across * w + column] = dye;
@@ -109,7 +109,7 @@ export class Strips {
  * @param {number} from
  * @param {number} to
  */
-function sizeOf(numbers, from, to) {
+export function sizeOf(numbers, from, to) {
   let [sum, largest] = [0, 0];
   for (let index = from; index < to; index++) {
     const value = numbers[index];
@@ -124,7 +124,7 @@ function sizeOf(numbers, from, to) {
  * @param {number} value
  * @param {Range} range
  */
-function indexOf(value, { low, high, isSigned }) {
+export function colourIndex(value, { low, high, isSigned }) {
   const share = Math.min(1, Math.max(0, (value - low) / (high - low || 1)));
   return Math.round(255 * (isSigned ? share : Math.sqrt(share))); // small shares of a whole can be seen, too
 }

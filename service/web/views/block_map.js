@@ -15,7 +15,7 @@ import { describe, normName } from "../stages.js";
 
 /** @type {(Heading & { starts: string[] })[]} */
 const SECTIONS = [
-  { branch: "attention", title: "Norm before attention", term: "norm", starts: ["ln1."] },
+  { branch: "attention", title: "Norm", term: "norm", starts: ["ln1."] },
   {
     branch: "attention",
     title: "Queries, keys and values",
@@ -29,13 +29,13 @@ const SECTIONS = [
     starts: ["attn.scores", "attn.attn_scores", "attn.pattern"],
   },
   { branch: "attention", title: "What the heads found", term: "z", starts: ["attn.z", "attn.lora_out"] },
-  { branch: "attention", title: "Norm of the attention output", term: "norm", starts: ["ln1_post."] },
-  { branch: "attention", title: "Output of attention", term: "attention_output", starts: ["attn_out"] },
-  { branch: "mlp", title: "Norm before the feed-forward network", term: "norm", starts: ["ln2."] },
+  { branch: "attention", title: "Norm of the output", term: "norm", starts: ["ln1_post."] },
+  { branch: "attention", title: "Output", term: "attention_output", starts: ["attn_out"] },
+  { branch: "mlp", title: "Norm", term: "norm", starts: ["ln2."] },
   { branch: "mlp", title: "Choice of experts", term: "expert", starts: ["mlp.router", "mlp.expert_"] },
   { branch: "mlp", title: "Feed-forward network", term: "feed_forward", starts: ["mlp."] },
-  { branch: "mlp", title: "Norm of the feed-forward output", term: "norm", starts: ["ln2_post."] },
-  { branch: "mlp", title: "Output of the feed-forward network", term: "feed_forward", starts: ["mlp_out"] },
+  { branch: "mlp", title: "Norm of the output", term: "norm", starts: ["ln2_post."] },
+  { branch: "mlp", title: "Output", term: "feed_forward", starts: ["mlp_out"] },
 ];
 
 /** @type {Heading} */
@@ -99,13 +99,10 @@ export function partsOf(names, architecture) {
 export function captionsOf(part, architecture) {
   const name = part.branch === "attention" ? "attention" : "the feed-forward network";
   if (part.isOnStream)
-    return [
-      `The residual stream itself goes through ${name}: no residual connection leads around it.`,
-      "The result is the new residual stream.",
-    ];
+    return [`The stream itself goes through ${name}, without a residual connection.`, "The result is the new stream."];
   const unread = part.branch === "attention" && architecture.unread ? " Nothing reads the result of the norm." : "";
   const begin = architecture.parallel_residual
     ? `A copy of the stream that entered the layer goes through ${name}.`
-    : `A copy of the residual stream goes through ${name}.`;
-  return [begin + unread, "The result is added to the residual stream."];
+    : `A copy of the stream goes through ${name}.`;
+  return [begin + unread, "The result is added to the stream."];
 }

@@ -3,6 +3,7 @@
 import { architectureOf, isWorkedExample } from "../articles.js";
 import { el, labelled, select } from "../dom.js";
 import { percent, quoted, shown } from "../format.js";
+import { Pass } from "../network/pass.js";
 import { cached } from "../passes.js";
 import { View } from "../view.js";
 import "./forward_map.js";
@@ -10,7 +11,7 @@ import { isOther, isPosition, readPosition } from "./positions.js";
 import "./stage_search.js";
 
 /**
- * @import { Architecture, ForwardAnswer, PositionedToken, Prompt, Stage } from "../answers.js"
+ * @import { Architecture, ForwardAnswer, Model, PositionedToken, Prompt, Stage } from "../answers.js"
  * @import { StageEntry } from "../stages.js"
  * @import { ViewState } from "../view.js"
  * @typedef {ViewState & typeof Forward.params} State
@@ -18,7 +19,10 @@ import "./stage_search.js";
  */
 
 const MAX_PREDICTIONS = 10;
+const MOST_ROWS = 60; // of a picture
 const asList = (/** @type {string} */ text) => (text === "" ? [] : text.split(","));
+const isEqual = (/** @type {unknown} */ one, /** @type {unknown} */ other) =>
+  JSON.stringify(one) === JSON.stringify(other);
 const layerOf = (/** @type {string} */ stage) => (stage.startsWith("blocks.") ? stage.split(".")[1] : null);
 
 export default class Forward extends View {
@@ -38,6 +42,12 @@ export default class Forward extends View {
   #state = null;
   /** @type {PositionedToken[] | null} */
   #shownTokens = null;
+  /** @type {Pass | null} the numbers of the pictures */
+  #pass = null;
+  /** @type {Model | null} the model that was served then: after a restart of the service, the pass is out of date */
+  #served = null;
+  /** @type {AbortSignal} */
+  #signal = new AbortController().signal;
 
   build() {
     const tokens = el(
@@ -48,15 +58,15 @@ export default class Forward extends View {
     const meaning = el(
       "p",
       { class: "faint" },
-      "Each card is a stage: its shape, its formula, and statistics of its numbers: smallest, largest, mean, " +
-        "standard deviation (std), and length (L2 norm: the root of the sum of the squares). Open it to see the " +
-        "numbers.",
+      "Rows are tokens, columns are numbers: blue is above zero, orange below. Open a card to read its numbers.",
     );
-    this.append(this.#answer, tokens, meaning, this.#search, el("p", { class: "row" }, this.#position), this.#map);
+    const controls = el("div", { class: "row" }, this.#search, this.#position, meaning);
+    this.append(this.#answer, tokens, controls, this.#map);
     this.#search.addEventListener("go", ({ detail }) => this.#goTo(detail.stage));
     this.#map.addEventListener("layer", ({ detail }) => this.#toggleLayer(detail.layer));
     this.#map.addEventListener("stage", ({ detail }) => this.#toggleStage(detail.name));
     this.#map.addEventListener("head", ({ detail }) => this.context.navigate({ head: detail.head }));
+    this.#map.addEventListener("sight", () => this.#fill().catch(this.context.report));
     this.#map.addEventListener("position", ({ detail }) =>
       this.context.navigate({ position: String(detail.position) }),
     );
@@ -70,7 +80,8 @@ export default class Forward extends View {
   async update(state, signal) {
     const before = this.#state;
     this.#state = state;
-    const base = { ...(state.model ? { model: state.model } : {}), prompt: state.prompt };
+    this.#signal = signal;
+    const base = bodyOf(state);
     const overview = await cached("/forward", { ...base, ...this.#outerRequest(state) }, signal);
     const names = isWorkedExample(this.context.service, state.model)
       ? overview.stages.map(({ name }) => name)
@@ -94,20 +105,50 @@ export default class Forward extends View {
       this.#summaries(selected, layers, signal),
       this.#stream(selected, names, signal),
       this.#showOpen(base, open, state, overview, signal),
+      this.#run(base, signal),
     ]);
     [outer, ...answers].forEach((answer) => this.#map.showSummaries(answer));
     this.#map.showStream(stream);
+    this.#map.showTop(overview, state.position === "" ? overview.tokens.length - 1 : Number(state.position));
     this.#map.setOpen(layers, new Set(open));
+    this.#fill().catch(this.context.report);
     return undefined;
+  }
+
+  /**
+   * Compute the pass of the pictures, unless it is here.
+   * @param {Body} body
+   * @param {AbortSignal} signal
+   */
+  async #run(body, signal) {
+    const { service } = this.context;
+    if (this.#served === service.model && isEqual(body, this.#pass?.body)) return;
+    this.#served = service.model;
+    this.#pass = isWorkedExample(service, body.model ?? null)
+      ? await Pass.ofExample(body, signal)
+      : await Pass.ofModel(body, this.model, (name) => name === "embed", signal);
+  }
+
+  /** Read the stages whose cards are in sight, and draw them. A long prompt has only some of its tokens as rows. */
+  async #fill() {
+    const [pass, state] = [this.#pass, this.#state];
+    if (pass === null || state === null || !isEqual(pass.body, bodyOf(state))) return;
+    const chosen = state.position === "" ? null : Number(state.position);
+    const step = Math.ceil(pass.tokens.length / MOST_ROWS);
+    const positions = pass.tokens
+      .map(({ position }) => position)
+      .filter((position) => position % step === 0 || position === chosen);
+    await pass.read(this.#map.sight, positions, this.#signal);
+    if (pass === this.#pass) this.#map.draw(pass, positions, chosen);
   }
 
   request() {
     if (this.#state === null) return null;
-    const { model, prompt, layer, stage } = this.#state;
+    const { layer, stage } = this.#state;
     const stages = [...asList(layer).map((each) => `blocks.${each}.*`), ...asList(stage)];
     return {
       path: "/forward",
-      body: { ...(model ? { model } : {}), prompt, stages: stages.length > 0 ? stages : ["logits"] },
+      body: { ...bodyOf(this.#state), stages: stages.length > 0 ? stages : ["logits"] },
     };
   }
 
@@ -222,8 +263,8 @@ export default class Forward extends View {
     const [first, second] = predictions[predictions.length - 1].top;
     const then = second ? `, then ${quoted(second)} (${percent(second.probability)})` : "";
     this.#answer.textContent =
-      `The prompt has ${tokens.length} ${tokens.length === 1 ? "token" : "tokens"}. After them, the network finds ` +
-      `${quoted(first)} most likely (${percent(first.probability)})${then}.`;
+      `After ${tokens.length === 1 ? "this token" : `these ${tokens.length} tokens`}, ` +
+      `${quoted(first)} is most likely (${percent(first.probability)})${then}.`;
   }
 
   /** The open layers and stages. */
@@ -262,6 +303,15 @@ export default class Forward extends View {
       stage: (stages.includes(name) ? stages.filter((each) => each !== name) : [...stages, name]).join(","),
     });
   }
+}
+
+/**
+ * The model and the prompt of a state as requests take them.
+ * @param {State} state
+ * @returns {Body}
+ */
+function bodyOf({ model, prompt }) {
+  return { ...(model ? { model } : {}), prompt };
 }
 
 /**

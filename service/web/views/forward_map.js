@@ -8,21 +8,23 @@ import { describe } from "../stages.js";
 import { term } from "../terms.js";
 import { captionsOf, partsOf } from "./block_map.js";
 import "./next_tokens.js";
-import { StageCard, StageValues } from "./stage_card.js";
+import { StageCard, StageValues, isPrediction } from "./stage_card.js";
 
 /**
  * @import { Architecture, ForwardAnswer, Model, Stage } from "../answers.js"
+ * @import { Pass } from "../network/pass.js"
  * @import { StageEntry } from "../stages.js"
- * @import { Part } from "./block_map.js"
+ * @import { Part, Section } from "./block_map.js"
  * @typedef {ForwardAnswer & { position: number }} AnswerAt
  * @typedef {HTMLElement & { show: (answer: AnswerAt) => void }} Predictions
  */
 
-const PREDICTIONS = ["logits", "probabilities"];
+const AHEAD = 200; // pixels out of sight that count as in sight
+const MOST_COLUMNS = { widest: 14, wide: 8, middle: 5 };
 
 /**
- * <forward-map>. Events "layer" {layer}, "stage" {name}, "head" {head} and "position" {position}, for its owner to act
- * on.
+ * <forward-map>. Events "layer" {layer}, "stage" {name}, "head" {head}, "position" {position} and "sight" (other cards
+ * have come into sight), for its owner to act on.
  */
 export class ForwardMap extends HTMLElement {
   #key = "";
@@ -34,6 +36,9 @@ export class ForwardMap extends HTMLElement {
   #cards = new Map();
   /** @type {Map<string, HTMLElement>} layer → its <section> */
   #layers = new Map();
+  /** @type {Set<string>} the stages whose cards are in sight */
+  #sight = new Set();
+  #observer = new IntersectionObserver((entries) => this.#see(entries), { rootMargin: `${AHEAD}px` });
 
   /**
    * Create the cards of all stages, unless they are there.
@@ -47,6 +52,8 @@ export class ForwardMap extends HTMLElement {
     this.#stages = names.map((name) => describe(name, architecture));
     this.#cards.clear();
     this.#layers.clear();
+    this.#sight.clear();
+    this.#observer.disconnect();
     const before = names.slice(
       0,
       names.findIndex((name) => name.startsWith("blocks.")),
@@ -61,6 +68,41 @@ export class ForwardMap extends HTMLElement {
       ...[...layers].map(([layer, stages]) => this.#layer(layer, stages)),
       this.#outside("From the residual stream to the prediction", after),
     );
+    for (const card of this.#cards.values()) this.#observer.observe(card.cell);
+  }
+
+  /** @param {IntersectionObserverEntry[]} entries */
+  #see(entries) {
+    for (const { target, isIntersecting } of entries) {
+      const { stage } = /** @type {StageCard} */ (target.parentElement);
+      if (isIntersecting) this.#sight.add(stage.name);
+      else this.#sight.delete(stage.name);
+    }
+    if (entries.some(({ isIntersecting }) => isIntersecting)) this.#emit("sight", {});
+  }
+
+  /** The stages whose cards are in sight, of those that have a picture. */
+  get sight() {
+    return [...this.#sight].filter((name) => !isPrediction(name));
+  }
+
+  /**
+   * Draw the pictures of the stages that a pass has.
+   * @param {Pass} pass
+   * @param {number[]} positions the rows of the pictures
+   * @param {number | null} chosen
+   */
+  draw(pass, positions, chosen) {
+    for (const name of this.sight) this.#cardOf(name).draw(pass, positions, chosen);
+  }
+
+  /**
+   * Show the most likely next tokens after a position on the cards of the predictions.
+   * @param {ForwardAnswer} answer
+   * @param {number} position
+   */
+  showTop({ predictions }, position) {
+    for (const [name, card] of this.#cards) if (isPrediction(name)) card.showTop(predictions[position].top);
   }
 
   /**
@@ -82,7 +124,7 @@ export class ForwardMap extends HTMLElement {
       const section = this.#layers.get(name.split(".")[1]);
       if (!section) continue;
       find(section, ".stream-length").replaceChildren(
-        el("span", { class: "faint" }, `length of the stream after it: ${number(summary?.l2)}`),
+        el("span", { class: "faint" }, `length of the stream after the layer: ${number(summary?.l2)}`),
         el("span", { class: "bar-cell" }, bar((summary?.l2 ?? 0) / largest)),
       );
     }
@@ -103,7 +145,7 @@ export class ForwardMap extends HTMLElement {
 
   /** @param {string} name */
   showsPredictions(name) {
-    return PREDICTIONS.includes(name) || name === "loss";
+    return isPrediction(name) || name === "loss";
   }
 
   /**
@@ -112,10 +154,10 @@ export class ForwardMap extends HTMLElement {
    * @param {number} position
    */
   showPredictions(name, answer, position) {
-    const card = this.#cardOf(name);
-    card.setOpen(true, () => (name === "loss" ? lossTable() : this.#passOn(el("next-tokens"), "position")));
-    const content = /** @type {Predictions} */ (card.body.children[0]);
-    content.show({ ...answer, position });
+    const content = this.#cardOf(name).setOpen(true, () =>
+      name === "loss" ? lossTable() : this.#passOn(el("next-tokens"), "position"),
+    );
+    /** @type {Predictions} */ (content).show({ ...answer, position });
   }
 
   /**
@@ -162,8 +204,8 @@ export class ForwardMap extends HTMLElement {
    */
   reveal(name) {
     const card = this.#cardOf(name);
-    card.scrollIntoView({ block: "start" });
-    find(card, "button").focus({ preventScroll: true });
+    card.cell.scrollIntoView({ block: "start" });
+    find(card, ".stage-open").focus({ preventScroll: true });
   }
 
   pictures() {
@@ -182,7 +224,7 @@ export class ForwardMap extends HTMLElement {
   }
 
   /**
-   * @param {"layer" | "stage" | "head" | "position"} name
+   * @param {"layer" | "stage" | "head" | "position" | "sight"} name
    * @param {object} detail
    */
   #emit(name, detail) {
@@ -195,7 +237,7 @@ export class ForwardMap extends HTMLElement {
    */
   #outside(title, names) {
     const stages = names.map((name) => describe(name, this.#architecture));
-    return el("section", { class: "outside" }, el("h3", {}, title), this.#grid(stages));
+    return el("section", { class: "outside" }, el("h3", {}, title), this.#grid([{ title: null, term: null, stages }]));
   }
 
   /**
@@ -223,8 +265,12 @@ export class ForwardMap extends HTMLElement {
     const section = el(
       "section",
       { class: "layer", dataset: { layer } },
-      el("h3", {}, button, el("span", { class: "faint" }, ` ${names.length} stages`)),
-      el("p", { class: "stream-length" }),
+      el(
+        "div",
+        { class: "layer-head" },
+        el("h3", {}, button, el("span", { class: "faint" }, ` ${names.length} stages`)),
+        el("p", { class: "stream-length" }),
+      ),
       map,
     );
     this.#layers.set(layer, section);
@@ -233,32 +279,49 @@ export class ForwardMap extends HTMLElement {
 
   /** @param {Part} part */
   #part(part) {
-    const sections = part.sections.map(({ title, term: id, stages }) => [
-      title ? el("h4", {}, id ? term(id, title) : title) : "",
-      this.#grid(stages),
-    ]);
-    if (part.branch === "stream") return el("div", { class: "on-stream" }, sections);
+    const grid = this.#grid(part.sections);
+    if (part.branch === "stream") return el("div", { class: "on-stream" }, grid);
     const [begin, end] = captionsOf(part, this.#architecture);
     const name = part.branch === "attention" ? "Attention" : "Feed-forward network";
     return el(
       "div",
       { class: part.isOnStream ? "on-stream" : "branch", role: "group", "aria-label": name },
       el("p", { class: "branch-caption" }, part.isOnStream ? "↓ " : "↳ ", begin),
-      sections,
+      grid,
       el("p", { class: "branch-caption" }, part.isOnStream ? "↓ " : "⊕ ", end),
     );
   }
 
-  /** @param {StageEntry[]} stages */
-  #grid(stages) {
-    const cards = stages.map((stage) => {
-      const card = new StageCard(stage);
-      card.addEventListener("open", () => this.#emit("stage", { name: stage.name }));
-      this.#cards.set(stage.name, card);
-      return [card, card.body];
-    });
-    return el("div", { class: "stage-grid" }, cards);
+  /**
+   * The cards of some sections, which share rows.
+   * @param {Section[]} sections
+   */
+  #grid(sections) {
+    const cards = sections.flatMap(({ title, term: id, stages }) =>
+      stages.map((stage, index) => {
+        const heading = title && index === 0 ? el("h4", {}, id ? term(id, title) : title) : null;
+        const card = new StageCard(stage, heading);
+        card.addEventListener("open", () => this.#emit("stage", { name: stage.name }));
+        this.#cards.set(stage.name, card);
+        return card;
+      }),
+    );
+    const hasHeadings = sections.some(({ title }) => title);
+    const kind = cards.length === 1 ? "is-single" : hasHeadings ? "has-headings" : "";
+    const grid = el("div", { class: `stage-grid ${kind}` }, cards);
+    for (const [name, most] of Object.entries(MOST_COLUMNS))
+      grid.style.setProperty(`--${name}`, String(balanced(cards.length, most)));
+    return grid;
   }
+}
+
+/**
+ * How many columns a grid has whose rows are about equally long.
+ * @param {number} count of the cells
+ * @param {number} most columns
+ */
+function balanced(count, most) {
+  return Math.ceil(count / Math.ceil(count / most));
 }
 
 customElements.define("forward-map", ForwardMap);

@@ -1,70 +1,78 @@
-// One stage of a forward pass on the map: its name, shape, formula and summary, and its values when it is opened.
+// One stage of a forward pass on the map: its name, shape, formula and picture, and its figures and values when opened.
 
 import { decode } from "../api.js";
 import { el, find, labelled, select } from "../dom.js";
 import "../draw/heat_map.js";
-import { number, shown } from "../format.js";
+import { number, percent, shown } from "../format.js";
 import { axesInWords, shapeInWords } from "../stages.js";
 import { term } from "../terms.js";
+import { StagePicture } from "./stage_picture.js";
 
 /**
- * @import { PositionedToken, Stage, Summary } from "../answers.js"
+ * @import { PositionPredictions, PositionedToken, Stage, Summary } from "../answers.js"
+ * @import { Pass } from "../network/pass.js"
  * @import { StageEntry } from "../stages.js"
  */
 
 const HEAD_AXES = ["head", "kv_head"];
+const NUM_TOP = 4; // next tokens on the card of the logits
 let cards = 0;
 
 /**
- * <stage-card> and the box of its values, which stands behind it in the grid. Event "open" when its button is pressed.
+ * <stage-card>: a cell of the grid, with the picture of a stage, and the box of its values. Event "open" when the
+ * button or the picture is pressed.
  */
 export class StageCard extends HTMLElement {
   #stage;
   #button;
   #shape = el("p", { class: "shape" });
-  #figures = el("p", { class: "figures" });
+  #figures = el("span", { class: "figures" });
+  #picture;
+  #cell;
   #body;
 
-  /** @param {StageEntry} stage */
-  constructor(stage) {
+  /**
+   * @param {StageEntry} stage
+   * @param {HTMLElement | null} heading of the section that begins with this card
+   */
+  constructor(stage, heading) {
     super();
     this.#stage = stage;
     const id = `stage-${cards++}`;
-    this.#body = el("div", {
-      id,
-      class: "stage-body",
-      role: "group",
-      "aria-label": `${stage.label}: ${stage.name}`,
-      hidden: true,
-    });
+    const { name, label, formula } = stage;
+    const open = () => this.dispatchEvent(new Event("open"));
+    this.#body = el(
+      "div",
+      { id, class: "stage-body", role: "group", "aria-label": `${label}: ${name}`, hidden: true },
+      el("p", { class: "row" }, el("code", { class: "stage-name" }, name), this.#figures),
+    );
     this.#button = el(
       "button",
-      {
-        type: "button",
-        class: "stage-open",
-        "aria-expanded": "false",
-        "aria-controls": id,
-        onclick: () => this.dispatchEvent(new Event("open")),
-      },
+      { type: "button", class: "stage-open", "aria-expanded": "false", "aria-controls": id, onclick: open },
       shortLabel(stage),
     );
-    this.dataset.stage = stage.name;
+    this.#picture = el(isPrediction(name) ? "ol" : "stage-picture", { class: "stage-picture", onclick: open });
+    const front = el(
+      "div",
+      { class: "stage-front" },
+      el("div", {}, this.#button, this.#shape, formula ? el("p", { class: "formula" }, `= ${formula}`) : ""),
+      this.#picture,
+    );
+    this.#cell = el("div", { class: "stage-cell" }, heading, front);
+    this.dataset.stage = name;
   }
 
   connectedCallback() {
-    if (this.childElementCount > 0) return;
-    const { name, formula } = this.#stage;
-    this.append(
-      this.#button,
-      el("code", { class: "stage-name" }, name),
-      this.#shape,
-      formula ? el("p", { class: "formula" }, `= ${formula}`) : "",
-      this.#figures,
-    );
+    if (this.childElementCount === 0) this.append(this.#cell, this.#body);
   }
 
   get stage() {
     return this.#stage;
+  }
+
+  /** The part that is always shown. */
+  get cell() {
+    return this.#cell;
   }
 
   /** The box of the values. */
@@ -92,18 +100,49 @@ export class StageCard extends HTMLElement {
   }
 
   /**
-   * Open or close the box. The first time, `build` returns its content.
+   * Draw the picture, if the pass has the numbers.
+   * @param {Pass} pass
+   * @param {number[]} positions the rows
+   * @param {number | null} chosen
+   */
+  draw(pass, positions, chosen) {
+    if (this.#picture instanceof StagePicture) this.#picture.draw({ pass, name: this.#stage.name, positions, chosen });
+  }
+
+  /**
+   * Show the most likely next tokens in place of a picture.
+   * @param {PositionPredictions["top"]} top
+   */
+  showTop(top) {
+    const say = (/** @type {PositionPredictions["top"][number]} */ { logit, probability }) =>
+      this.#stage.name === "logits" ? number(logit) : percent(probability);
+    this.#picture.replaceChildren(
+      ...top.slice(0, NUM_TOP).map((token) => el("li", {}, el("span", { class: "token" }, shown(token)), say(token))),
+    );
+  }
+
+  /**
+   * Open or close the box. The first time, `build` returns its content, which is returned.
    * @param {boolean} isOpen
    * @param {(stage: StageEntry) => HTMLElement} [build]
    */
   setOpen(isOpen, build) {
     this.#button.setAttribute("aria-expanded", String(isOpen));
     this.#body.hidden = !isOpen;
-    if (isOpen && this.#body.childElementCount === 0 && build) this.#body.append(build(this.#stage));
+    if (isOpen && this.#body.childElementCount === 1 && build) this.#body.append(build(this.#stage));
+    return this.#body.children[1];
   }
 }
 
 customElements.define("stage-card", StageCard);
+
+/**
+ * Whether a stage has a number for each token of the vocabulary.
+ * @param {string} name
+ */
+export function isPrediction(name) {
+  return name === "logits" || name === "probabilities";
+}
 
 /**
  * The last part of the name: the heading above the card says which norm it is. Those of queries and keys have none.
@@ -126,8 +165,8 @@ export function hasHeads(dims) {
 /** <stage-values>: the values of a stage as a heat map, with a choice of the head. Event "head" with detail {head}. */
 export class StageValues extends HTMLElement {
   #stage;
-  #term;
-  #axes = el("p", { class: "faint" });
+  #axes = el("span");
+  #meaning;
   #heads = el("p", { class: "row", hidden: true });
   #map = el("heat-map");
 
@@ -135,11 +174,11 @@ export class StageValues extends HTMLElement {
   constructor(stage) {
     super();
     this.#stage = stage;
-    this.#term = el("p", { class: "faint" }, this.#stage.term ? ["What is this? ", term(this.#stage.term)] : "");
+    this.#meaning = el("p", { class: "faint" }, this.#axes, stage.term ? [" More: ", term(stage.term)] : "");
   }
 
   connectedCallback() {
-    if (this.childElementCount === 0) this.append(this.#term, this.#heads, this.#axes, this.#map);
+    if (this.childElementCount === 0) this.append(this.#meaning, this.#heads, this.#map);
   }
 
   get map() {
