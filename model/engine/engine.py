@@ -214,8 +214,8 @@ class Engine:
             raise InvalidField("id", f"{request.id!r} is running already")
         # This sequence must compute traced, scored and probed positions, so only tokens before them come from others.
         own_positions = list((request.trace and request.trace.selection.positions) or ())
-        if request.edits is not None and request.edits.first_probed is not None:
-            own_positions.append(request.edits.first_probed)
+        if request.edits is not None and request.edits.first_read is not None:
+            own_positions.append(request.edits.first_read)
         if request.params.prompt_logprobs is not None:
             own_positions.append(request.params.first_predicting)
         scaling = self._model.config.rope_scaling

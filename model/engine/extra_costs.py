@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from model.config import ModelConfig
 from model.engine.request import Request
 from model.engine.sequence import ExtraCost
-from model.tracing.edits.bound import BoundEdit
+from model.tracing.edits.bound_edit import BoundEdit
 from model.tracing.edits.positions import PositionSet
 from model.tracing.selection import Selection
 from model.tracing.stages import sizes_of
@@ -50,8 +50,8 @@ class ExtraCosts:
             if edit not in _EDIT_PRICES:
                 _EDIT_PRICES[edit] = _price_of_edit(edit)
             self._add(edit.positions, _EDIT_PRICES[edit])
-            if edit.when is not None and edit.when.probe is not None:  # read as an edit is, in steps without replay
-                of_position = EDITED_NUMBER * len(edit.when.probe.vector)
+            if edit.when is not None and edit.when.threshold is not None:  # read as an edit is, in steps without replay
+                of_position = EDITED_NUMBER * len(edit.when.threshold.vector)
                 self._add(edit.when.positions, Price(EDITED_STAGE, EDITED_STAGE, of_position, 0.0))
         trace, logits = request.trace, LOGIT * config.d_model * config.vocab_size
         if not traces:
@@ -99,7 +99,7 @@ class ExtraCosts:
 
 def _price_of_edit(edit: BoundEdit) -> Price:
     step = replayed = position = key = 0.0
-    for each in edit.stages:
+    for each in edit.stage_edits:
         seconds = EDITED_STAGE
         if "key" in each.stage.dims:
             seconds += EDITED_KEY_STAGE

@@ -1,6 +1,7 @@
 """A step graph: one recorded pass of a network over the new tokens of some sequences, which can be replayed.
 
-On a GPU, a recording is a CUDA graph. It is similar with our CPU kernels: a replay needs no Python between them.
+The attention backend makes the recording (`new_recording`): a CUDA graph on a GPU, and on a CPU a `Recording` of kernel
+calls (`model/ops/cpu/recording.py`). A replay needs no Python between the kernels.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from model.network.adapters import PassAdapters
 from model.network.transformer import Transformer
 from model.ops.interface import Argmax
 from model.tracing.edits.bound import EditedRows, tap_of_runs
-from model.tracing.edits.tap import EditTap
+from model.tracing.edits.edit_tap import EditTap
 from model.tracing.tap import BatchTap, SequenceTap, Tap
 
 RecordableAttention = PagedBackend | GpuBackend

@@ -21,8 +21,7 @@ from model.network.transformer import Transformer
 from model.ops.row_edits import RowEdits
 from model.text.sampling import Sampler, sample, token_logprobs
 from model.text.transcript import End
-from model.tracing.edits import BoundEdits, Edit, EditCondition, EditSource, plan_edits
-from model.tracing.edits import tap as edit_tap
+from model.tracing.edits import BoundEdits, Edit, EditCondition, EditSource, edit_tap, plan_edits
 from model.tracing.hooks import HookContext, Hooks
 from model.tracing.selection import Selection
 from model.tracing.stages import select, stages_of

@@ -22,7 +22,7 @@ from forwardscope.results.generations import FinishEvent, Generation
 from forwardscope.results.passes import Logits, Trace
 from model.analysis.edit_sources import compute_source, edited_pass
 from model.tracing.edits import Edit, EditSource, plan_edits
-from model.tracing.edits.bound import StageEdit
+from model.tracing.edits.bound_edit import StageEdit
 from model.tracing.tap import Recorder
 from service.answers import edits as service_edits
 from service.answers import generation_plan, passes, source_passes

@@ -16,7 +16,7 @@ from model.config import ModelConfig
 from model.network.adapters import Adapter, PassAdapters
 from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits, Edit, EditSource, plan_edits
-from model.tracing.edits.bound import BoundEdit
+from model.tracing.edits.bound_edit import BoundEdit
 from model.tracing.edits.planner import MAX_EDITS
 from model.tracing.selection import Selection
 from model.tracing.stages import Stage, select, sizes_of, stages_of

@@ -2,13 +2,17 @@
 
 An edit has these forms, one after the other:
 
-- `Edit` (`declared.py`): as the request declares it.
+- JSON, which `service/http/edit_schemas.py` describes and `service/answers/edits.py` loads.
+- `Edit` (`declared.py`): the fields of the request, with tensors.
 - `PlannedEdit` (`plan.py`): checked by `plan_edits` (`planner.py`) against the stages of a network and the length of a
-  prompt, with one `StageEdit` for each stage that matches. An `EditPlan` also lists the passes that must run first,
-  because edits take numbers from them (mean and patch).
-- `BoundEdit` (`bound.py`): with these numbers, by `EditPlan.bind`. It may have a `Condition` (`conditions.py`).
-- `RowEdits` (`model/ops/row_edits.py`) and `KeyEdit` (`tap.py`): for the rows of one pass. `BoundEdits.tap` makes the
-  `EditTap` that applies them.
+  prompt, with one `StageEdit` (`bound_edit.py`) for each stage that matches. An `EditPlan` also lists the passes that
+  must run first, because edits take numbers from them (mean and patch).
+- `BoundEdit` (`bound_edit.py`): with these numbers, by `EditPlan.bind`, which puts all edits of the request in
+  `BoundEdits` (`bound.py`). It may have a `Condition` (`conditions.py`).
+- `EditGroup`: neighbours that change the same positions. Their edits of one stage are a `StageSeries`, whose
+  `EditSeries` is applied in one go.
+- `RowEdits` (`model/ops/row_edits.py`) and `KeyEdit` (`edit_tap.py`): for the rows of one pass. `BoundEdits.tap` makes
+  the `EditTap` that applies them. A step that is recorded has `RecordableEdits` of some `EditedRows` instead.
 
 Positions are in `positions.py`, and numbers in `operands.py`.
 """

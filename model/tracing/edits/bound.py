@@ -1,205 +1,26 @@
-"""Edits with all their numbers, ready to be applied to any pass over a sequence.
+"""All edits of a request with their numbers, ready to be applied to any pass over a sequence.
 
-The choices of a request share its edits, which never change. The effect of an edit at a position depends on the
-sequence up to this position, not on how it is divided into passes. An edit with a condition needs a `ConditionState`.
+The effect of an edit at a position depends on the sequence up to this position, not on how it is divided into passes.
 """
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from model.ops.interface import NetworkOps
-from model.ops.row_edits import EditRule, EditSeries, RowEdit, RowEdits
+from model.ops.row_edits import EditSeries, RowEdit, RowEdits
 from model.ops.torch_ops import TORCH
-from model.tracing.edits.conditions import Condition, ConditionState, Probe
-from model.tracing.edits.noise import normal_noise
+from model.tracing.edits.bound_edit import BoundEdit, EditGroup, digest_parts
+from model.tracing.edits.conditions import Condition, ConditionState, StageThreshold
+from model.tracing.edits.edit_tap import EditTap, LateEdit, PassEdit, ReadRows
 from model.tracing.edits.positions import PositionSet
-from model.tracing.edits.tap import EditTap, KeyEdit, LateEdit, PassEdit, ReadRows
 from model.tracing.pauses import pause
-from model.tracing.stages import Stage
 
 RECORDED_BYTES = 512  # the maximum memory of one edit of one stage in a recorded step, without its numbers
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Normal noise for one stage: for each position `num_heads` rows of `size` numbers.
-
-    Without a `size`, there is a number for each key up to the last position.
-    """
-
-    seed: int
-    std: float
-    num_heads: int
-    size: int | None
-
-    def at(self, stage: str, positions: Sequence[int], heads: Sequence[int] | None) -> Tensor:
-        """The noise at some positions and heads: (N, h, size) float64."""
-        heads = range(self.num_heads) if heads is None else heads
-        coordinates = [(position, head) for position in positions for head in heads]
-        size = max(positions) + 1 if self.size is None else self.size
-        noise = self.std * normal_noise(self.seed, stage, coordinates, size)
-        return noise.view(len(positions), len(heads), size)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class StageEdit:
-    """One edit at one stage. `RowEdit` and `KeyEdit` describe the fields that they have, too.
-
-    `heads` are heads of the stage itself: key-value heads, if the stage has these. `width` is how many numbers the
-    stage has at one position, or for one key.
-    """
-
-    stage: Stage
-    width: int
-    rule: EditRule
-    vectors: Tensor | None = None
-    exact: Tensor | None = None
-    heads: Sequence[int] | None = None
-    is_per_number: bool = False
-    keys: PositionSet | None = None
-    window: int | None = None
-    noise: Noise | None = None
-    needs_values: bool = False  # of source passes, which give it its `vectors`
-
-    @property
-    def is_positional(self) -> bool:
-        """Whether different positions get different numbers."""
-        return self.noise is not None or (self.vectors is not None and self.vectors.shape[0] > 1)
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all positions change alike, and do so as a whole: the stage has no keys."""
-        return not self.is_positional and "key" not in self.stage.dims
-
-    @property
-    def can_be_recorded(self) -> bool:
-        """Whether our kernels compute the edit: it is uniform, and the pass stores the stage anyway."""
-        is_skipped = self.stage.name.endswith((".scale", ".normalized")) or ".lora_" in self.stage.name
-        return self.is_uniform and not is_skipped
-
-    @cached_property
-    def row_edit(self) -> RowEdit:
-        """The edit without its positions and noise."""
-        return RowEdit(
-            rule=self.rule,
-            vectors=self.vectors,
-            exact=self.exact,
-            heads=None if self.heads is None else torch.tensor(self.heads),
-            is_per_number=self.is_per_number,
-        )
-
-    def on(self, rows: Tensor, indices: Sequence[int], positions: Sequence[int]) -> PassEdit:
-        """Build the edit of some rows of a pass.
-
-        Row `rows[i]` of the pass is at `positions[i]`, which is entry `indices[i]` of the edit's list of positions.
-        """
-        edit, vector_indices = self.row_edit, torch.tensor(indices) if self.is_positional else None
-        keys = None if self.keys is None else torch.tensor(self.keys.indices)
-        if self.noise is not None:
-            noise = self.noise.at(self.stage.name, positions, self.heads)
-            if keys is not None:  # keys after the last position are masked, so their noise does not matter
-                noise = noise[..., keys.clamp(max=noise.shape[-1] - 1)]
-            edit, vector_indices = replace(edit, vectors=noise.float(), exact=noise), torch.arange(len(rows))
-        if "key" not in self.stage.dims:
-            return RowEdits(EditSeries([edit]), rows, vector_indices)
-        queries = torch.tensor(positions)
-        return KeyEdit(
-            edit=edit, rows=rows, vector_indices=vector_indices, queries=queries, keys=keys, window=self.window
-        )
-
-    def content(self) -> Iterable[bytes]:
-        """Yield everything that determines the edit, except for the positions, for a digest."""
-        keys = None if self.keys is None else self.keys.indices
-        yield repr((self.stage.name, tuple(self.rule), self.heads, self.is_per_number, keys, self.noise)).encode()
-        vectors = self.vectors if self.exact is None else self.exact
-        if vectors is not None:
-            yield repr(vectors.shape).encode()
-            yield vectors.contiguous().numpy().tobytes()
-
-
-@dataclass(frozen=True, eq=False)
-class BoundEdit:
-    """One edit of a request, at all its stages, from the position on at which the condition `when` holds, if any."""
-
-    positions: PositionSet
-    stages: Sequence[StageEdit]
-    when: Condition | None = None
-
-    @cached_property
-    def is_positional(self) -> bool:
-        return any(stage.is_positional for stage in self.stages)
-
-    @cached_property
-    def is_uniform(self) -> bool:
-        return all(stage.is_uniform for stage in self.stages)
-
-    @cached_property
-    def can_be_recorded(self) -> bool:
-        return all(stage.can_be_recorded for stage in self.stages)
-
-    @cached_property
-    def digest(self) -> bytes:
-        """A digest of the edit without its positions."""
-        contents = [stage.content() for stage in self.stages]
-        return _digest(chain.from_iterable(contents if self.when is None else [*contents, self.when.content()]))
-
-    def find(self, positions: Sequence[int], state: ConditionState | None) -> list[tuple[int, int]]:
-        """Find the `positions` that the edit changes, as `PositionSet.find` does. `state` knows where `when` holds."""
-        found = self.positions.find(positions)
-        if self.when is None:
-            return found
-        assert state is not None, "edits with conditions need the state of the sequence"
-        since = state.since(self.when)
-        return [] if since is None else [match for match in found if positions[match[0]] >= since]
-
-    def at_rows(self, stage: StageEdit, positions: Sequence[int], state: ConditionState | None) -> PassEdit | None:
-        """The edit of the rows of a stage, as soon as the pass has shown whether the condition holds."""
-        own = _MatchedRows.of(self, positions, state)
-        return stage.on(own.rows, own.indices, own.positions) if own.indices else None
-
-    def awaits(self, state: ConditionState | None) -> bool:
-        """Whether the pass that begins will show from which position on the edit applies."""
-        return self.when is not None and state is not None and state.awaits(self.when)
-
-
-class StageSeries(NamedTuple):
-    """The edits of one stage that change the same rows alike."""
-
-    stage: Stage
-    series: EditSeries
-
-
-@dataclass(frozen=True, eq=False)
-class EditGroup:
-    """Neighbours among the edits of a request: uniform ones of the same positions, or any other edit alone."""
-
-    edits: Sequence[BoundEdit]
-
-    @property
-    def first(self) -> BoundEdit:
-        """All edits have its positions and its condition."""
-        return self.edits[0]
-
-    @cached_property
-    def can_be_recorded(self) -> bool:
-        return all(edit.can_be_recorded for edit in self.edits)
-
-    @cached_property
-    def series(self) -> Sequence[StageSeries]:
-        """The series of each stage. Empty if the edit is not uniform."""
-        if not self.first.is_uniform:
-            return ()
-        found: dict[str, list[StageEdit]] = {}
-        for stage in chain.from_iterable(edit.stages for edit in self.edits):
-            found.setdefault(stage.stage.name, []).append(stage)
-        return [StageSeries(own[0].stage, EditSeries([each.row_edit for each in own])) for own in found.values()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,17 +35,17 @@ class RecordableEdits:
 
     @cached_property
     def key(self) -> bytes:
-        return _digest(edit.digest for edit in self.edits)
+        return digest_parts(edit.digest for edit in self.edits)
 
     @cached_property
     def stage_names(self) -> frozenset[str]:
-        return frozenset(each.stage.name for edit in self.edits for each in edit.stages)
+        return frozenset(each.stage.name for edit in self.edits for each in edit.stage_edits)
 
     @cached_property
     def num_bytes(self) -> int:
         """Bound the memory that a recorded step keeps for these edits."""
-        stages = [stage for edit in self.edits for stage in edit.stages]
-        return RECORDED_BYTES * len(stages) + _num_bytes(each.vectors for each in stages)
+        stage_edits = [each for edit in self.edits for each in edit.stage_edits]
+        return RECORDED_BYTES * len(stage_edits) + _num_bytes(each.vectors for each in stage_edits)
 
 
 @dataclass(frozen=True)
@@ -247,9 +68,9 @@ class BoundEdits:
     @cached_property
     def num_bytes(self) -> int:
         """The memory of the numbers."""
-        stages = [stage for edit in self.edits for stage in edit.stages]
-        numbers = [each for stage in stages for each in (stage.vectors, stage.exact)]
-        return _num_bytes([*numbers, *(probe.vector for probe, _ in self._probes)])
+        stage_edits = [each for edit in self.edits for each in edit.stage_edits]
+        numbers = [x for each in stage_edits for x in (each.vectors, each.exact)]
+        return _num_bytes([*numbers, *(threshold.vector for threshold, _ in self._thresholds)])
 
     def prepare(self) -> None:
         """Compute now what no step of an engine should wait for: the digests and the series."""
@@ -277,18 +98,18 @@ class BoundEdits:
         return [edit.when for edit in self.edits if edit.when is not None]
 
     @cached_property
-    def first_probed(self) -> int | None:
-        """The first position at which a stage must be read: no pass of another sequence shows whether a probe holds."""
-        return min((min(positions.indices) for _, positions in self._probes), default=None)
+    def first_read(self) -> int | None:
+        """The first position at which a stage must be read: passes of other sequences do not show its threshold."""
+        return min((min(positions.indices) for _, positions in self._thresholds), default=None)
 
     @property
-    def _probes(self) -> list[tuple[Probe, PositionSet]]:
-        return [(each.probe, each.positions) for each in self.conditions if each.probe is not None]
+    def _thresholds(self) -> list[tuple[StageThreshold, PositionSet]]:
+        return [(each.threshold, each.positions) for each in self.conditions if each.threshold is not None]
 
     @cached_property
     def stage_names(self) -> frozenset[str]:
-        names = [stage.stage.name for edit in self.edits for stage in edit.stages]
-        return frozenset([*names, *(probe.stage.name for probe, _ in self._probes)])
+        names = [each.stage.name for edit in self.edits for each in edit.stage_edits]
+        return frozenset([*names, *(threshold.stage.name for threshold, _ in self._thresholds)])
 
     def is_active(self, start: int, num_new: int, state: ConditionState | None = None) -> bool:
         """Whether any of the positions `start .. start + num_new - 1` is edited, or shows whether a condition holds.
@@ -324,33 +145,20 @@ class BoundEdits:
         If they are `batch_invariant`, no bit of the result depends on how a sequence is divided into passes. `state` is
         that of `is_active`.
         """
-        all_positions: Sequence[int] = range(start, start + num_new)
-        selected = all_positions if rows is None else [start + row for row in rows]
-        found: dict[str, list[PassEdit | LateEdit]] = {}
-        probes: dict[str, list[ReadRows]] = {}
+        positions = range(start, start + num_new)
+        selected = positions if rows is None else [start + row for row in rows]
+        edits: dict[str, list[PassEdit | LateEdit]] = {}
+        readers: dict[str, list[ReadRows]] = {}
         for group in self._groups:
             edit = group.first
             if edit.awaits(state):
                 assert state is not None
                 assert edit.when is not None
-                probes.setdefault(edit.when.stage_name, []).append(partial(state.read, edit.when, start=start))
-            if not edit.positions.touches(start, start + num_new):
-                continue
-            if edit.awaits(state):
-                for stage in edit.stages:
-                    positions = selected if stage.stage.has_selected_rows else all_positions
-                    found.setdefault(stage.stage.name, []).append(partial(edit.at_rows, stage, positions, state))
-                continue
-            in_all, in_selected = (_MatchedRows.of(edit, each, state) for each in (all_positions, selected))
-            for each in group.series or edit.stages:
-                own = in_selected if each.stage.has_selected_rows else in_all
-                if len(own.rows):
-                    found.setdefault(each.stage.name, []).append(
-                        RowEdits(each.series, own.rows)
-                        if isinstance(each, StageSeries)
-                        else each.on(own.rows, own.indices, own.positions)
-                    )
-        return EditTap(found, ops, probes)
+                readers.setdefault(edit.when.stage_name, []).append(partial(state.read, edit.when, start=start))
+            if edit.positions.touches(start, start + num_new):
+                for stage, pass_edit in group.pass_edits(positions, selected, state):
+                    edits.setdefault(stage.name, []).append(pass_edit)
+        return EditTap(edits, ops, readers)
 
     def recordable(self, start: int, num_new: int, state: ConditionState | None = None) -> RecordableEdits | None:
         """The edits of `start .. start + num_new - 1`, if they change all of these positions alike and can be recorded.
@@ -380,7 +188,7 @@ class BoundEdits:
             if found or checked:
                 matches = found if edit.is_positional else [index for index, _ in found]
                 parts += [edit.digest, repr(matches).encode(), repr(checked).encode()]
-        return _digest(parts) if parts else None
+        return digest_parts(parts) if parts else None
 
 
 def tap_of_runs(
@@ -408,32 +216,7 @@ def _on_device(edit: RowEdit, device: torch.device) -> RowEdit:
     return replace(edit, vectors=vectors, exact=None, heads=heads)
 
 
-@dataclass(frozen=True)
-class _MatchedRows:
-    """The rows of a pass that an edit changes, their positions, and the `indices` of these in the edit's list."""
-
-    rows: Tensor  # int64
-    indices: Sequence[int]
-    positions: Sequence[int]
-
-    @classmethod
-    def of(cls, edit: BoundEdit, positions: Sequence[int], state: ConditionState | None) -> "_MatchedRows":
-        found = edit.find(positions, state)
-        rows = [row for row, _ in found]
-        return cls(
-            torch.tensor(rows, dtype=torch.int64), [index for _, index in found], [positions[row] for row in rows]
-        )
-
-
 def _num_bytes(tensors: Iterable[Tensor | None]) -> int:
     """The memory of some tensors. Memory that several of them share counts once."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _digest(parts: Iterable[bytes]) -> bytes:
-    """A digest of several byte strings. It depends on where each string ends."""
-    digest = hashlib.blake2b(digest_size=32, person=b"edits")
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.digest()

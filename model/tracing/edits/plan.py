@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.tracing.edits.bound import BoundEdit, BoundEdits, StageEdit
+from model.tracing.edits.bound import BoundEdits
+from model.tracing.edits.bound_edit import BoundEdit, StageEdit
 from model.tracing.edits.conditions import Condition
 from model.tracing.edits.operands import Numbers
 from model.tracing.edits.positions import PositionRange, PositionSet, PositionWord
@@ -58,10 +59,10 @@ class FromSource:
 
 @dataclass(frozen=True, eq=False)
 class PlannedEdit:
-    """One checked edit. With a `source`, its `stages` still lack their numbers."""
+    """One checked edit. With a `source`, its `stage_edits` still lack their numbers."""
 
     positions: PositionSet
-    stages: Sequence[StageEdit]
+    stage_edits: Sequence[StageEdit]
     match: EditMatch
     source: FromSource | None
     when: Condition | None
@@ -69,13 +70,13 @@ class PlannedEdit:
     def bind(self, sources: Sequence[SourcePass], values: Sequence[Mapping[str, Tensor]]) -> BoundEdit:
         source = self.source
         if source is None:
-            return BoundEdit(self.positions, self.stages, self.when)
+            return BoundEdit(self.positions, self.stage_edits, self.when)
         found = []
         for index, positions in source.passes:
             kept = {position: row for row, position in enumerate(sources[index].positions)}
             found.append((values[index], torch.tensor([kept[position] for position in positions.indices])))
-        stages = [_with_values(each, found, source) if each.needs_values else each for each in self.stages]
-        return BoundEdit(self.positions, stages, self.when)
+        filled = [_with_values(each, found, source) if each.needs_values else each for each in self.stage_edits]
+        return BoundEdit(self.positions, filled, self.when)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,15 +93,15 @@ class EditPlan:
     @property
     def digest_bytes(self) -> int:
         """An estimate of the work for the digests of the edits, as bytes that are hashed."""
-        stages = [stage for edit in self._edits for stage in edit.stages]
-        return sum(STAGE_DIGEST_BYTES + (0 if each.vectors is None else each.vectors.nbytes) for each in stages)
+        vectors = [each.vectors for edit in self._edits for each in edit.stage_edits]
+        return sum(STAGE_DIGEST_BYTES + (0 if each is None else each.nbytes) for each in vectors)
 
     def num_scores(self, num_heads: int, max_step_tokens: int | None = None) -> int:
         """Count the attention scores of one layer that exist at a time: 0 unless an edit changes scores or patterns.
 
         A pass computes at most `max_step_tokens` positions at a time, or all of the prompt.
         """
-        if not any("key" in each.stage.dims for edit in self._edits for each in edit.stages):
+        if not any("key" in each.stage.dims for edit in self._edits for each in edit.stage_edits):
             return 0
         num_queries = self._num_prompt if max_step_tokens is None else min(self._num_prompt, max_step_tokens)
         return num_heads * num_queries * self._max_length

@@ -9,8 +9,8 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.errors import InvalidField, shortened
 from model.ops.row_edits import EditRule
-from model.tracing.edits.bound import Noise, StageEdit
-from model.tracing.edits.conditions import Condition, Probe
+from model.tracing.edits.bound_edit import Noise, StageEdit
+from model.tracing.edits.conditions import Condition, StageThreshold
 from model.tracing.edits.declared import Edit, EditCondition, check_fields
 from model.tracing.edits.operands import Numbers, Part, check_number, limits, read_basis, read_row, read_vector
 from model.tracing.edits.plan import EditMatch, EditPlan, FromSource, PlannedEdit, SourcePass
@@ -40,7 +40,7 @@ def plan_edits(
     for index, edit in enumerate(edits):
         planned.append(planner.plan(edit, f"edits.{index}"))
         pause()
-    num_changed = sum(len(edit.stages) for edit in planned)
+    num_changed = sum(len(edit.stage_edits) for edit in planned)
     if num_changed > MAX_CHANGED_STAGES:
         raise InvalidField("edits", f"change {num_changed} stages in all; at most {MAX_CHANGED_STAGES} are allowed")
     sources = planner.sources()
@@ -102,10 +102,10 @@ class _Planner:
         return [SourcePass(ids, list(stages.values()), sorted(kept)) for ids, (stages, kept) in self._sources.items()]
 
     def _condition(self, when: EditCondition, edited: Sequence[Stage], field: str) -> Condition:
-        positions, probe = self._resolve(when.positions, f"{field}.positions"), (when.stage, when.vector, when.above)
+        positions = self._resolve(when.positions, f"{field}.positions")
         if when.tokens is not None and not when.tokens:
             raise InvalidField(f"{field}.tokens", "the list is empty, so the condition never holds")
-        if when.tokens is not None and probe == (None, None, None):
+        if when.tokens is not None and (when.stage, when.vector, when.above) == (None, None, None):
             return Condition(positions, frozenset(self._check_ids(when.tokens, f"{field}.tokens")))
         if when.tokens is not None or when.stage is None or when.vector is None or when.above is None:
             raise InvalidField(field, "takes either `tokens`, or `stage`, `vector` and `above`")
@@ -121,7 +121,8 @@ class _Planner:
             )
             raise InvalidField(f"{field}.stage", reason)
         vector = read_row(when.vector, stage, stage.shape(self._sizes_of_one)[2:], f"{field}.vector")
-        return Condition(positions, probe=Probe(stage, vector, check_number(when.above, f"{field}.above")))
+        above = check_number(when.above, f"{field}.above")
+        return Condition(positions, threshold=StageThreshold(stage, vector, above))
 
     def _resolve(self, positions: Positions, field: str) -> PositionSet:
         return resolve_positions(positions, len(self._prompt_ids), self._max_length, field)
@@ -302,7 +303,8 @@ def _rule(edit: Edit, field: str) -> EditRule:
             return EditRule("add")
         case "mean" | "patch":  # the numbers come from the source, in `EditPlan.bind`
             return EditRule("set" if edit.subspace is None else "add")  # the component in the subspace is 0 then
-    return EditRule("set", 0.0 if edit.value is None else check_number(edit.value, f"{field}.value"))
+        case "set" | "zero":
+            return EditRule("set", 0.0 if edit.value is None else check_number(edit.value, f"{field}.value"))
 
 
 def _basis(edit: Edit, field: str) -> Tensor | None:

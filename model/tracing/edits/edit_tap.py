@@ -41,24 +41,24 @@ ReadRows = Callable[[Tensor], None]
 class EditTap:
     """Applies edits to the stages of one pass: `edits` maps the name of a stage to its edits in order.
 
-    `probes` maps the name of a stage to functions that read it, on which later edits depend.
+    `readers` maps the name of a stage to functions that read it, on which later edits depend.
     """
 
     def __init__(
         self,
         edits: Mapping[str, Sequence[PassEdit | LateEdit]],
         ops: NetworkOps,
-        probes: Mapping[str, Sequence[ReadRows]] | None = None,
+        readers: Mapping[str, Sequence[ReadRows]] | None = None,
     ) -> None:
         self._edits = edits
         self._ops = ops
-        self._probes = probes or {}
+        self._readers = readers or {}
 
     def wants(self, name: str) -> bool:
-        return name in self._edits or name in self._probes
+        return name in self._edits or name in self._readers
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        for read in self._probes.get(name, ()):
+        for read in self._readers.get(name, ()):
             read(tensor[0])
         given = [each() if callable(each) else each for each in self._edits.get(name, ())]
         row_edits = [each for each in given if isinstance(each, RowEdits)]
