@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.network.adapters import AdaptedRows
-from model.network.feed_forward import FeedForward
-from model.network.linear import LinearFactory
+from model.network.feed_forward import FeedForward, LinearFactory
 from model.ops.interface import NetworkOps
 from model.tracing.tap import Probe
 

@@ -1,15 +1,17 @@
 """The feed-forward network of a block. Dims: B batch, T tokens, C width."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.network.adapters import AdaptedLayer, AdaptedRows
-from model.network.linear import LinearFactory
 from model.ops.interface import NetworkOps
 from model.tracing.tap import Probe
+
+LinearFactory = Callable[[str, int, int, bool], nn.Module]
+"""(name, number of inputs, number of outputs, has a bias) -> a linear layer. Names are those of `named_modules`."""
 
 
 class FeedForward(nn.Module):

@@ -106,9 +106,10 @@ def make_linear(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> nn.Module:
-    """A linear layer of this backend, with its weight quantized to `format`, or with a calibrated weight instead.
+    """A linear layer of a served network, with its weight quantized to `format`, or with a calibrated weight instead.
 
-    A weight that is stored in formats of groups keeps them if `format` is None and there are kernels for them.
+    Our kernels compute it if there are any for this weight; otherwise, `NetworkOps.linear` makes the layer. A weight
+    that is stored in formats of groups keeps them if `format` is None and there are kernels for them.
     """
     if isinstance(format, PackedGroups):
         if isinstance(backend.network, CpuNetworkOps) and has_grouped_kernel(format.format, dtype):

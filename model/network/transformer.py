@@ -3,6 +3,9 @@
 Read it from top to bottom: attention, block, transformer. Dims: B batch, T new tokens, R selected
 rows, C width, H/Hkv heads, D head size, V vocabulary. Stages that fused kernels skip are computed separately, on
 request; the pass uses them only if a tap has changed them, so reading a stage changes no bit of the result.
+
+`linear` makes the linear layers, such as `qkv`. In the network that is served, they come from `make_linear`
+(`prepare.py`): on a CPU, a `PackedLinear` or `GroupedLinear` (`model/ops/cpu/`), which call our kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +18,7 @@ from model.config import ModelConfig
 from model.network.adapters import AdaptedLayer, AdaptedRows, PassAdapters
 from model.network.attention import AttentionContext, DenseContext, KVCache
 from model.network.experts import Experts
-from model.network.feed_forward import FeedForward
-from model.network.linear import LinearFactory, trainable_linear
+from model.network.feed_forward import FeedForward, LinearFactory
 from model.network.norms import HeadNorm, Norm, block_norm
 from model.network.rotary import Rotations, sinusoidal_positions
 from model.ops.interface import Backend, NetworkOps, Rotation
@@ -24,6 +26,10 @@ from model.ops.quantization import QuantizedLinear
 from model.ops.torch_ops import TORCH
 from model.tracing.pauses import has_pauses, pause, pieces
 from model.tracing.tap import Probe, Tap, check_tap
+
+
+def trainable_linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
+    return nn.Linear(num_inputs, num_outputs, bias=has_bias)
 
 
 class Attention(nn.Module):

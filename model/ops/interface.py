@@ -78,7 +78,10 @@ class NetworkOps(Protocol):
     """Whether no bit of a token's result depends on the other tokens of the pass."""
 
     def linear(self, weight: Tensor | GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
-        """A layer that computes x @ weight.T + bias in `dtype`: weight (N, K), bias (N,)."""
+        """A layer that computes x @ weight.T + bias in `dtype`: weight (N, K), bias (N,).
+
+        It is for weights in memory, such as those of adapters. `make_linear` (`prepare.py`) makes the network's layers.
+        """
 
     def embed(self, table: Tensor, index: Tensor) -> Tensor:
         """Look up rows: table (V, C), index (...) int64 -> (..., C)."""

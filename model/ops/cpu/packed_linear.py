@@ -72,7 +72,7 @@ class PackedLinear(nn.Module):
 
 
 def pack_linear(weight: Tensor | GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
-    """A layer that multiplies by `weight` with our kernels; None if there is no kernel for it."""
+    """A layer for `NetworkOps.linear` that multiplies with our kernels; None if there is no kernel for this weight."""
     if isinstance(weight, GroupedWeight):
         if weight.integers.device.type != "cpu" or not has_grouped_kernel(weight.format, dtype):
             return None
