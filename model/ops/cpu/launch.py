@@ -1,4 +1,4 @@
-"""Run kernels on the thread pool, and allocate their outputs. The calls are also recorded while a recording is made."""
+"""Run kernels on the thread pool, and allocate their outputs. While `Recording.run` runs, it gets each call, too."""
 
 import ctypes
 import logging
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 # A call has at most this many tasks, so at most this many threads compute it. With more tasks than threads, a
 # suspended thread delays the others less.
 MAX_TASKS = 32
-CURRENT: ContextVar["Recording | None"] = ContextVar("recording", default=None)  # the one that is being made
+CURRENT: ContextVar["Recording | None"] = ContextVar("recording", default=None)  # the one that runs (`recording.py`)
 
 
 @dataclass(frozen=True)

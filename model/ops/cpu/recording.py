@@ -1,8 +1,9 @@
 """Record all kernel calls of a forward pass, and replay them together.
 
-A recording is to a CPU what a CUDA graph is to a GPU. The forward pass runs as usual while its kernel calls are
-recorded, with the addresses that they read and write. A replay makes the same calls on new inputs at these addresses,
-without any Python between the kernels.
+A recording is to a CPU what a CUDA graph is to a GPU. `StepGraph` (`model/engine/step_graph.py`) lets `Recording.run`
+compute the forward pass. Meanwhile, `call` (`launch.py`) also appends each kernel call to the recording, with the
+addresses that it reads and writes. Later, `StepGraph.replay` writes new inputs to these addresses, and
+`Recording.replay` makes the same calls, without any Python between the kernels.
 """
 
 import ctypes
