@@ -80,44 +80,62 @@ class Runner:
         Sets the `rows` of each sequence, its trace and the time that this took, and its error. Taps and tracers see the
         edited stages.
         """
-        recordable = _recordable_edits(sequences)
-        ordered = self._order(sequences, recordable or {})
+        can_record, edits = _recordable_edits(sequences)
+        ordered = self._order(sequences, edits)
         first_row = first_final = 0
         for each in ordered:
             each.rows = slice(first_row, first_row + each.num_logits)
             each.final_rows = slice(first_final, first_final + each.num_final)
             first_row, first_final = each.rows.stop, each.final_rows.stop
-        scheduled = [each.scheduled for each in ordered]
         adapters = self._pass_adapters(ordered) if self._adapters else None
-        if recordable is not None:
-            traced = _traced_rows(ordered)
-            decoded = self._step_graphs.run(scheduled, adapters, _edited_rows(ordered, recordable), traced)
-            if decoded is not None:
-                for row, trace in zip(traced, decoded.traces, strict=True):
-                    ordered[row.index].recorded_trace = trace
-                return ForwardResult.of(decoded)
+        if can_record:
+            result = self._run_decode_graph(ordered, adapters, edits)
+        else:
+            result = self._run_prompt_graph(ordered, adapters)
+        return self._compute(ordered, adapters) if result is None else result
+
+    def _run_decode_graph(
+        self,
+        ordered: Sequence[StepSequence],
+        adapters: PassAdapters | None,
+        edits: Mapping[StepSequence, RecordableEdits],
+    ) -> ForwardResult | None:
+        """Record or replay a step in which all sequences decode; None: it was not computed."""
+        traced, scheduled = _traced_rows(ordered), [each.scheduled for each in ordered]
+        decoded = self._step_graphs.run(scheduled, adapters, _edited_rows(ordered, edits), traced)
+        if decoded is None:
+            return None
+        for row, trace in zip(traced, decoded.traces, strict=True):
+            ordered[row.index].recorded_trace = trace
+        return ForwardResult.of(decoded)
+
+    def _run_prompt_graph(self, ordered: Sequence[StepSequence], adapters: PassAdapters | None) -> ForwardResult | None:
+        """Record or replay a step with prompts; None: it was not computed."""
+        has_adapters = adapters is not None and adapters.tokens
+        if has_adapters or any(each.needs_tap or each.num_logits < each.num_final for each in ordered):
+            return None
+        computed = self._step_graphs.run_prompts([each.scheduled for each in ordered], _final_tokens(ordered))
+        return None if computed is None else ForwardResult.of(computed)
+
+    def _compute(self, ordered: Sequence[StepSequence], adapters: PassAdapters | None) -> ForwardResult:
+        """Compute a step without a graph."""
+        scheduled = [each.scheduled for each in ordered]
         ids: list[int] = []
-        selected: list[int] = []
         head_rows: list[int] = []
         taps: dict[int, SequenceTap] = {}
         for index, each in enumerate(ordered):
-            tokens = slice(len(ids), len(ids) + each.scheduled.num_new)
+            if each.needs_tap:
+                taps[index] = self._sequence_tap(each, slice(len(ids), len(ids) + each.scheduled.num_new))
             ids += each.scheduled.new_tokens
-            selected += range(tokens.stop - each.num_final, tokens.stop)
             head_rows += range(each.final_rows.stop - each.num_logits, each.final_rows.stop)
-            if each.request.tap is not None or each.edits is not None or each.is_traced:
-                taps[index] = self._sequence_tap(each, tokens)
-        is_plain = not taps and (adapters is None or not adapters.tokens)
-        if recordable is None and is_plain and len(selected) == len(head_rows):
-            computed = self._step_graphs.run_prompts(scheduled, selected)
-            if computed is not None:
-                return ForwardResult.of(computed)
-        attention = self._attention.prepare(scheduled)
+        selected = _final_tokens(ordered)
         logits = self._model(
             torch.tensor([ids], device=self._cache.device),
             tap=BatchTap(taps, self._row_selected_stages) if taps else None,
             rows=selected,
-            context=StepContext(attention, self._cache, scheduled, self._model.backend.network),
+            context=StepContext(
+                self._attention.prepare(scheduled), self._cache, scheduled, self._model.backend.network
+            ),
             adapters=adapters,
             head_rows=head_rows if len(head_rows) < len(selected) else None,
         )[0]
@@ -193,18 +211,28 @@ def _traced_rows(ordered: Sequence[StepSequence]) -> list[TracedRow]:
     ]
 
 
-def _recordable_edits(sequences: Sequence[StepSequence]) -> dict[StepSequence, RecordableEdits] | None:
-    """The edits of those sequences that have any, if the step can be recorded with them; None if it cannot."""
-    if not all(each.scheduled.is_decoding and each.request.tap is None for each in sequences):
-        return None
+def _recordable_edits(sequences: Sequence[StepSequence]) -> tuple[bool, Mapping[StepSequence, RecordableEdits]]:
+    """Whether all sequences of a step decode and it can be recorded, and if so, the edits of those that have any."""
     found: dict[StepSequence, RecordableEdits] = {}
     for each in sequences:
+        if not each.scheduled.is_decoding or each.request.tap is not None:
+            return False, {}
         if each.edits is not None:
             own = each.edits.recordable(each.scheduled.start, each.scheduled.num_new, each.conditions)
             if own is None:
-                return None
+                return False, {}
             found[each] = own
-    return found
+    return True, found
+
+
+def _final_tokens(ordered: Sequence[StepSequence]) -> list[int]:
+    """The indices of the new tokens that a pass computes to the final norm."""
+    indices: list[int] = []
+    end = 0
+    for each in ordered:
+        end += each.scheduled.num_new
+        indices += range(end - each.num_final, end)
+    return indices
 
 
 def _edited_rows(ordered: Sequence[StepSequence], edits: Mapping[StepSequence, RecordableEdits]) -> list[EditedRows]:

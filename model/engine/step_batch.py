@@ -55,6 +55,11 @@ class StepSequence:
         return self.tracer is not None and self.tracer.kind is not None
 
     @property
+    def needs_tap(self) -> bool:
+        """Whether a pass that is not recorded must offer its stages to a tap of this sequence."""
+        return self.request.tap is not None or self.edits is not None or self.is_traced
+
+    @property
     def sampled_rows(self) -> range:
         """The rows after which tokens are chosen: the last ones."""
         return range(self.rows.stop - self.scheduled.num_sampled, self.rows.stop)
