@@ -6,8 +6,6 @@
 
 #pragma once
 
-#include <type_traits>
-
 #include "gemm.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
@@ -137,15 +135,3 @@ struct AmxProduct : Product {
 inline bool is_amx_allowed() { return false; }
 
 #endif
-
-// Multiplies all M rows by the outputs of this task: with the matrix unit if the weights are bfloat16 and the unit can
-// multiply rows of this length, otherwise with vector instructions.
-template <class Product>
-void multiply_by_best_unit(const Product& product, long M, long N, long task, long num_tasks) {
-#ifdef HAS_AMX
-    if constexpr (std::is_same_v<typename Product::Number, BFloat16>)
-        if (AmxProduct<Product>::can_multiply(product))
-            return multiply_all(AmxProduct<Product>{product}, M, N, task, num_tasks);
-#endif
-    multiply_all(VectorProduct<Product>{product}, M, N, task, num_tasks);
-}

@@ -1,5 +1,8 @@
 // The loops over a matrix product y = x w^T with packed weights. linear.cpp and grouped_linear.cpp supply the product
-// of one block: up to ROWS rows of x by one or two tiles of 16 outputs.
+// of one block (`multiply`): up to ROWS rows of x by one or two tiles of 16 outputs.
+//
+// A kernel calls multiply_all, which calls multiply_in_blocks, and for each block multiply_block of a VectorProduct (or
+// an AmxProduct, amx.h), multiply, and finish for each row and tile.
 //
 // The weights lie tile after tile, so a block reads them in one pass through memory. Each task has some tiles to itself
 // and computes all rows of x for these. No sum is divided between blocks or tasks.

@@ -9,6 +9,8 @@
 // Each result is one float32 sum over k in order; the matrix unit (AMX) takes 32 k's at a time, and sums the even and
 // the odd ones separately. Neither order depends on M, so no bit of a row's result depends on the other rows.
 
+#include <type_traits>
+
 #include "amx.h"
 #include "kernel.h"
 #include "gemm.h"
@@ -53,7 +55,7 @@ struct BFloat16Format {  // in float32, one number of a pair after the other
 #endif
 
 template <class Format>
-struct Product {
+struct LinearProduct {
     using Number = typename Format::Number;
     static constexpr int ROWS = HAS_AVX512 ? 12 : 6;  // rows of x whose sums fit into the registers
     static constexpr int FEWER_ROWS = HAS_AVX512 ? 8 : 6;  // the same if they share lines of a cache
@@ -106,8 +108,14 @@ STRUCT(
 
 template <class Format>
 void linear(const LinearArguments<Format>& args, long task, long num_tasks) {
-    const Product<Format> product = {args.x, args.w, args.b, args.y, args.N, args.K};
-    multiply_by_best_unit(product, args.M, args.N, task, num_tasks);
+    using Product = LinearProduct<Format>;
+    const Product product = {args.x, args.w, args.b, args.y, args.N, args.K};
+#ifdef HAS_AMX  // the matrix unit multiplies bfloat16 numbers in rows of some lengths
+    if constexpr (std::is_same_v<typename Format::Number, BFloat16>)
+        if (AmxProduct<Product>::can_multiply(product))
+            return multiply_all(AmxProduct<Product>{product}, args.M, args.N, task, num_tasks);
+#endif
+    multiply_all(VectorProduct<Product>{product}, args.M, args.N, task, num_tasks);
 }
 
 #ifndef HAS_PAIR_PRODUCTS
