@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from model.network.joint_passes import MAX_COST, PromptPass, compute_together
+from model.network.joint_passes import MAX_COST, PromptPass, compute_passes
 from model.tracing.pauses import PAUSE
 
 Result = TypeVar("Result")
@@ -117,7 +117,7 @@ def run_together(jobs: Sequence[Job[Any]]) -> None:
     if not jobs:
         return
     passes = [each for job in jobs for each in job.passes]
-    found = deque(jobs[0].run(compute_together, passes))
+    found = deque(jobs[0].run(compute_passes, passes))
     passes.clear()
     seconds = time.perf_counter() - began
     for job in jobs:

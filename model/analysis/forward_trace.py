@@ -22,9 +22,10 @@ class Trace:
 
 
 class TracedPass:
-    """A pass over `ids` that keeps the selected stages. `compute` runs it.
+    """A pass over `ids` that keeps the selected stages.
 
-    Or, to run it together with others: compute `prompt_pass`, then call `finish` with its logits.
+    The caller computes `prompt_pass`, alone or together with others, and calls `finish` with its logits. `compute` does
+    both.
 
     `targets` has one token id per position, or None; the loss of a position without a target is NaN. `sizes` gives the
     length of each named dim for this number of tokens. `edits` is a tap that changes stages before they are kept.

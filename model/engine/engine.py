@@ -45,10 +45,9 @@ class EngineConfig:
 
     At most `max_sequences` run at a time, and a step computes at most `max_step_tokens` tokens. If a step has fewer
     prompts than decoding sequences, its prompt tokens are limited so that the step takes at most about `max_stretch`
-    times as long as without them (of which less than `SHORT_SECONDS` count as so many); with `target_itl_seconds`, so
-    that a step takes about this time while any sequence decodes. With `speculates`, sequences draft tokens from their
-    own text (prompt lookup), if this changes no bit of their results. `kv_cache_dtype` says how keys and values are
-    stored.
+    times as long as without them; with `target_itl_seconds`, so that a step takes about this time while any sequence
+    decodes. With `speculates`, sequences draft tokens from their own text (prompt lookup), if this changes no bit of
+    their results. `kv_cache_dtype` says how keys and values are stored.
     """
 
     cache_bytes: int = 1 << 30
@@ -196,8 +195,7 @@ class Engine:
 
     def _check_edits(self, request: Request, edits: BoundEdits) -> None:
         num_positions = len(request.prompt_ids) + max(request.params.max_tokens - 1, 0)  # the last one is not computed
-        num_prompt = request.params.prompt_logprobs_start or len(request.prompt_ids)
-        if edits.num_prompt != num_prompt or edits.max_length < num_positions:
+        if edits.num_prompt != request.num_prompt_for_edits or edits.max_length < num_positions:
             planned = f"a prompt of {edits.num_prompt} tokens and at most {edits.max_length} in all"
             raise InvalidField("edits", f"were planned for {planned}, but {num_positions} are computed")
         unknown = edits.stage_names - self._runner.stage_names

@@ -39,6 +39,11 @@ class Request:
     owner: str | None = None
     prefix_leader: str | None = None
 
+    @property
+    def num_prompt_for_edits(self) -> int:
+        """The length of the prompt for edits, which ends before the tokens that are scored as its continuation."""
+        return self.params.prompt_logprobs_start or len(self.prompt_ids)
+
 
 @dataclass(slots=True)  # not frozen: each step makes some, and a frozen one takes longer to make
 class Output:

@@ -1,7 +1,6 @@
 """How the attention of a network reaches its keys and values: the interface, and a cache for sequences of equal length.
 
-The engine implements the same interface for its paged cache. Dims: B batch, T new tokens, S keys (cached and new),
-H/Hkv heads, D head size.
+Dims: B batch, T new tokens, S keys (cached and new), H/Hkv heads, D head size.
 """
 
 from typing import Protocol
@@ -22,7 +21,11 @@ def score_rule(config: ModelConfig) -> ScoreRule:
 
 
 class AttentionContext(Protocol):
-    """The tokens that the new tokens of one pass attend to: themselves, and tokens of earlier passes."""
+    """The tokens that the new tokens of one pass attend to: themselves, and tokens of earlier passes.
+
+    It is a `DenseContext` (below), a `JointContext` (`joint_passes.py`), or a `StepContext` of an engine
+    (`model/engine/attention/step_context.py`).
+    """
 
     positions: Tensor
     """(T,) int64: the position of each new token in its own sequence."""

@@ -1,4 +1,4 @@
-"""Passes over whole prompts without a cache. Several short ones are one pass of the network, with the same results.
+"""Passes over whole prompts without a cache: one, or several short ones as one pass of the network.
 
 A short pass takes almost as long as one that is several times longer: it reads the same weights, and runs the same
 Python. Dims: T tokens of all prompts, R rows of one of them, V vocabulary.
@@ -65,7 +65,7 @@ def cost_of(num_tokens: int, num_stages: int) -> int:
 
 
 @torch.inference_mode()
-def compute_together(passes: Sequence[PromptPass]) -> list[Tensor | Exception]:
+def compute_passes(passes: Sequence[PromptPass]) -> list[Tensor | Exception]:
     """The logits (R, V) of each pass, or what it has raised.
 
     Passes of one batch-invariant network with at most `MAX_COST` tokens are one pass, with the bits of single ones.

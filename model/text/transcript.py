@@ -77,8 +77,8 @@ class GenerationParams:
     - `shows_special`: special tokens have their names as text; a stop token has one only with `includes_stop`.
     - `stop_token_ids`: tokens that end a continuation. They are its last token, without text.
     - `logprobs`: for each new token, the number of most likely tokens to report beside it; None reports no logprobs.
-    - `prompt_logprobs`: the same for each token of the prompt, from the token `prompt_logprobs_start` on. With such a
-      start, the tokens before it are the prompt for edits, and may be taken from the prefix of other requests.
+    - `prompt_logprobs`: the same for each token of the prompt, from the token `prompt_logprobs_start` on. Those
+      before may be taken from the prefix of other requests, and are the prompt for edits (`num_prompt_for_edits`).
     - `echo`: return the prompt's tokens with their texts first, like generated tokens.
     - `constraint`: what the text must look like. The text ends where no token can follow. A stop token can end it
       earlier, wherever the text is complete.

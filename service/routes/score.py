@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from forwardscope.results.scores import Scores
 from model.checkpoints.load import Checkpoint
 from model.errors import InvalidField
-from model.text.continuations import MAX_TOKENIZED_BYTES, encode_continuations
+from model.text.scored_continuations import MAX_TOKENIZED_BYTES, encode_continuations
 from service.answers.generation import start_generation, whole_answer
 from service.answers.generation_plan import Inputs, Options
 from service.answers.prompts import check_ids, prompt_ids, refusing_overflow

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from model.network.adapted_network import AdaptedNetwork
-from model.network.joint_passes import PromptPass, compute_together
+from model.network.joint_passes import PromptPass, compute_passes
 from model.network.transformer import Transformer
 from model.tracing.stages import stages_of
 from model.tracing.tap import Chain, Editor, Recorder, Tap
@@ -29,7 +29,7 @@ def recorded(model: Transformer, passes: Sequence[PromptPass]) -> tuple[list[Ten
     taps = [r if each.tap is None else Chain(each.tap, r) for each, r in zip(passes, recorders, strict=True)]
     own = [PromptPass(each.network, each.ids, tap=tap, rows=each.rows) for each, tap in zip(passes, taps, strict=True)]
     with torch.inference_mode():
-        return compute_together(own), [recorder.kept for recorder in recorders]
+        return compute_passes(own), [recorder.kept for recorder in recorders]
 
 
 def require_equal(model: Transformer, passes: Sequence[PromptPass], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ def require_equal(model: Transformer, passes: Sequence[PromptPass], monkeypatch:
     alone = [recorded(model, [each]) for each in passes]
     monkeypatch.setattr(Transformer, "forward", counted)
     with torch.inference_mode():
-        together = compute_together(passes)
+        together = compute_passes(passes)
     logits, stages = recorded(model, passes)
     assert num_passes == 2
     for index, (own, kept) in enumerate(alone):
@@ -86,7 +86,7 @@ def test_each_prompt_has_its_own_adapter_and_edits(monkeypatch: pytest.MonkeyPat
     require_equal(model, passes, monkeypatch)
     with torch.inference_mode():
         plain = [PromptPass(model, each.ids).compute() for each in passes]
-        found = compute_together(passes)
+        found = compute_passes(passes)
     changes = [isinstance(own, Tensor) and not torch.equal(own, old) for own, old in zip(found, plain, strict=True)]
     assert changes == [True, False, True, True]
 
@@ -100,7 +100,7 @@ def test_the_error_of_a_tap_belongs_to_its_prompt_alone() -> None:
     taps: list[Tap | None] = [None, Editor({"blocks.1.attn.scores": fail}), None, Editor({"logits": fail})]
     passes = [PromptPass(model, ids, tap=tap) for ids, tap in zip(prompts(), taps, strict=True)]
     with torch.inference_mode():
-        found = compute_together(passes)
+        found = compute_passes(passes)
         for index in (0, 2):
             own = found[index]
             assert isinstance(own, Tensor)
@@ -113,7 +113,7 @@ def test_passes_that_do_not_fit_together_are_computed_alone(monkeypatch: pytest.
     model = served("llama")
     passes = [PromptPass(model, ids) for ids in (*prompts(), [1] * (model.config.max_positions + 1))]
     with torch.inference_mode():
-        *found, error = compute_together(passes)
+        *found, error = compute_passes(passes)
         for own, each in zip(found, passes, strict=False):
             assert isinstance(own, Tensor)
             assert torch.equal(own, each.compute())

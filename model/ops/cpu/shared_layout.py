@@ -69,7 +69,8 @@ class Kernel:
 def find_kernel(library: str, name: str, dtype: torch.dtype | None) -> Kernel | None:
     """The kernel `name` for this dtype in `library`.cpp; None if there is none for this CPU.
 
-    A kernel for several dtypes has None: its arguments say which one it is.
+    `KERNEL(name_dtype, ...)` in C++ exports it. A kernel for several dtypes is `KERNEL(name, ...)`, and its `dtype` is
+    None: its arguments say which one it is.
 
     Raises LayoutMismatch if a constant of the library differs between Python and C++.
     """
