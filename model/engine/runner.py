@@ -92,30 +92,28 @@ class Runner:
             result = self._run_decode_graph(ordered, adapters, edits)
         else:
             result = self._run_prompt_graph(ordered, adapters)
-        return self._compute(ordered, adapters) if result is None else result
+        return self._compute(ordered, adapters) if result is None else ForwardResult.of(result)
 
     def _run_decode_graph(
         self,
         ordered: Sequence[StepSequence],
         adapters: PassAdapters | None,
         edits: Mapping[StepSequence, RecordableEdits],
-    ) -> ForwardResult | None:
+    ) -> GraphResult | None:
         """Record or replay a step in which all sequences decode; None: it was not computed."""
         traced, scheduled = _traced_rows(ordered), [each.scheduled for each in ordered]
-        decoded = self._step_graphs.run(scheduled, adapters, _edited_rows(ordered, edits), traced)
-        if decoded is None:
-            return None
-        for row, trace in zip(traced, decoded.traces, strict=True):
-            ordered[row.index].recorded_trace = trace
-        return ForwardResult.of(decoded)
+        result = self._step_graphs.run(scheduled, adapters, _edited_rows(ordered, edits), traced)
+        if result is not None:
+            for row, trace in zip(traced, result.traces, strict=True):
+                ordered[row.index].recorded_trace = trace
+        return result
 
-    def _run_prompt_graph(self, ordered: Sequence[StepSequence], adapters: PassAdapters | None) -> ForwardResult | None:
+    def _run_prompt_graph(self, ordered: Sequence[StepSequence], adapters: PassAdapters | None) -> GraphResult | None:
         """Record or replay a step with prompts; None: it was not computed."""
         has_adapters = adapters is not None and adapters.tokens
         if has_adapters or any(each.needs_tap or each.num_logits < each.num_final for each in ordered):
             return None
-        computed = self._step_graphs.run_prompts([each.scheduled for each in ordered], _final_tokens(ordered))
-        return None if computed is None else ForwardResult.of(computed)
+        return self._step_graphs.run_prompts([each.scheduled for each in ordered], _final_tokens(ordered))
 
     def _compute(self, ordered: Sequence[StepSequence], adapters: PassAdapters | None) -> ForwardResult:
         """Compute a step without a graph."""
@@ -128,14 +126,12 @@ class Runner:
                 taps[index] = self._sequence_tap(each, slice(len(ids), len(ids) + each.scheduled.num_new))
             ids += each.scheduled.new_tokens
             head_rows += range(each.final_rows.stop - each.num_logits, each.final_rows.stop)
-        selected = _final_tokens(ordered)
+        selected, attention = _final_tokens(ordered), self._attention.prepare(scheduled)
         logits = self._model(
             torch.tensor([ids], device=self._cache.device),
             tap=BatchTap(taps, self._row_selected_stages) if taps else None,
             rows=selected,
-            context=StepContext(
-                self._attention.prepare(scheduled), self._cache, scheduled, self._model.backend.network
-            ),
+            context=StepContext(attention, self._cache, scheduled, self._model.backend.network),
             adapters=adapters,
             head_rows=head_rows if len(head_rows) < len(selected) else None,
         )[0]

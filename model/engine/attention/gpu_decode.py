@@ -41,6 +41,8 @@ class GpuBackend:
     bit of a token depends on the other tokens of its step.
     """
 
+    new_memory, new_recording = GraphMemory, GraphRecording
+
     def __init__(self, cache: PagedCache, kernels: Any, others: AttentionBackend | None) -> None:
         self.cache, self.kernels, self._others = cache, kernels, others
         self.reads_unwritten_slots = others is not None and others.reads_unwritten_slots
@@ -62,13 +64,6 @@ class GpuBackend:
     def max_blocks(self, sequences: Sequence[PlannedSequence], max_positions: int) -> int:
         """The room of a recorded step: one of few, because unused blocks cost time."""
         return -(-room_for_keys(max(each.start + 1 for each in sequences)) // self.cache.block_size)
-
-    def new_memory(self) -> GraphMemory:
-        return GraphMemory()
-
-    def new_recording(self, memory: GraphMemory, *, frees: bool) -> GraphRecording:
-        assert not frees, "steps with prompts are not recorded on a GPU"
-        return GraphRecording(memory)
 
 
 class GpuRowsStep:

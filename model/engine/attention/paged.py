@@ -19,6 +19,7 @@ class PagedBackend:
     """
 
     reads_unwritten_slots = False
+    new_memory, new_recording = RecordingMemory, Recording
 
     def __init__(self, cache: PagedCache, kernels: PagedAttention) -> None:
         self.cache = cache
@@ -37,12 +38,6 @@ class PagedBackend:
     def max_blocks(self, sequences: Sequence[PlannedSequence], max_positions: int) -> int:
         """The room of a recorded step: for all positions, because unused blocks cost no time."""
         return min(-(-max_positions // self.cache.block_size), self.cache.num_blocks)
-
-    def new_memory(self) -> RecordingMemory:
-        return RecordingMemory()
-
-    def new_recording(self, memory: RecordingMemory, *, frees: bool) -> Recording:
-        return Recording(memory, frees=frees)
 
 
 class PagedStep:

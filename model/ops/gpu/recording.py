@@ -28,7 +28,8 @@ class GraphRecording:
 
     is_complete = True  # what cannot be recorded raises an error
 
-    def __init__(self, memory: GraphMemory) -> None:
+    def __init__(self, memory: GraphMemory, *, frees: bool) -> None:
+        assert not frees, "steps with prompts are not recorded on a GPU"
         self._memory = memory
         self._graph = torch.cuda.CUDAGraph()
 

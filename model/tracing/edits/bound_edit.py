@@ -162,10 +162,8 @@ class BoundEdit:
     def match(self, positions: Sequence[int], state: ConditionState | None) -> MatchedRows:
         """Find the rows of a pass over `positions` that the edit changes."""
         found = self.find(positions, state)
-        rows = [row for row, _ in found]
-        return MatchedRows(
-            torch.tensor(rows, dtype=torch.int64), [index for _, index in found], [positions[row] for row in rows]
-        )
+        rows, indices = [row for row, _ in found], [index for _, index in found]
+        return MatchedRows(torch.tensor(rows, dtype=torch.int64), indices, [positions[row] for row in rows])
 
     def at_rows(self, stage_edit: StageEdit, positions: Sequence[int], state: ConditionState | None) -> PassEdit | None:
         """The edit of the rows of a stage, as soon as the pass has shown whether the condition holds."""
