@@ -47,13 +47,13 @@ class TraceJob:
     describe: Callable[[Sequence[Trace], float], Any]
     _traced: Sequence[TracedPass] = field(default=(), init=False)
 
-    def begin(self) -> Sequence[PromptPass]:
+    def prepare_passes(self) -> Sequence[PromptPass]:
         self._traced = self.make_passes()
         return [each.prompt_pass for each in self._traced]
 
-    def finish(self, logits: Sequence[Tensor], seconds: float) -> Any:
+    def make_result(self, logits: Sequence[Tensor], seconds: float) -> Any:
         with torch.inference_mode():
-            traces = [each.finish(own) for each, own in zip(self._traced, logits, strict=True)]
+            traces = [each.make_trace(own) for each, own in zip(self._traced, logits, strict=True)]
         return self.describe(traces, seconds)
 
     def compute(self, *, grad: bool) -> Any:

@@ -17,16 +17,16 @@ Out = TypeVar("Out", covariant=True)
 
 
 class PassJob(Protocol[Out]):
-    """A job that needs passes over prompts: `begin` prepares them, and `finish` gets their logits.
+    """A job that needs passes over prompts, such as the `AnswerGroup` of answers/passes.py.
 
-    `finish` also gets the seconds from the first `begin` of the jobs that share a pass to the end of the pass. `cost`
-    is the sum for all passes (see `cost_of` in model/network/joint_passes.py).
+    `make_result` gets their logits, and the seconds from the first `prepare_passes` of the jobs that share a pass to
+    the end of the pass. `cost` is the sum for all passes (see `cost_of` in model/network/joint_passes.py).
     """
 
     @property
     def cost(self) -> int: ...
-    def begin(self) -> Sequence[PromptPass]: ...
-    def finish(self, logits: Sequence[Tensor], seconds: float) -> Out: ...
+    def prepare_passes(self) -> Sequence[PromptPass]: ...
+    def make_result(self, logits: Sequence[Tensor], seconds: float) -> Out: ...
 
 
 Work = Callable[[], Result] | PassJob[Result]
@@ -55,20 +55,26 @@ class Job(Generic[Result]):
         assert callable(self._work)
         self._end(self._work)
 
-    def begin(self) -> None:
+    def prepare(self) -> None:
         """Prepare the passes. If this fails, the job has ended."""
         assert self._work is not None
         assert not callable(self._work)
         try:
-            self.passes = self.run(self._work.begin)
+            self.passes = self.run(self._work.prepare_passes)
         except Exception as error:
             self._fail(error)
 
-    def finish(self, found: Sequence[Tensor | Exception], seconds: float) -> None:
-        """Make the result of the passes, or of the first exception among them."""
-        assert self._work is not None
-        assert not callable(self._work)
-        self._end(finish, self._work, found, seconds)
+    def complete(self, found: Sequence[Tensor | Exception], seconds: float) -> None:
+        """Make the result from the logits of the passes. The first exception among them ends the job."""
+        work = self._work
+        assert work is not None
+        assert not callable(work)
+        logits = [each for each in found if isinstance(each, Tensor)]
+        errors = [each for each in found if isinstance(each, Exception)]
+        if errors:
+            self._fail(errors[0])
+        else:
+            self._end(work.make_result, logits, seconds)
 
     def _end(self, function: Callable[..., Result], *arguments: Any) -> None:
         try:
@@ -112,7 +118,7 @@ def run_together(jobs: Sequence[Job[Any]]) -> None:
     """Run jobs that need passes. An error ends only its own job, and keeps nothing of the others."""
     began = time.perf_counter()
     for job in jobs:
-        job.begin()
+        job.prepare()
     jobs = [job for job in jobs if not job.future.done()]
     if not jobs:
         return
@@ -121,14 +127,4 @@ def run_together(jobs: Sequence[Job[Any]]) -> None:
     passes.clear()
     seconds = time.perf_counter() - began
     for job in jobs:
-        job.finish([found.popleft() for _ in job.passes], seconds)
-
-
-def finish(work: PassJob[Result], found: Sequence[Tensor | Exception], seconds: float) -> Result:
-    """The result of a job. Raises the first exception of its passes."""
-    logits: list[Tensor] = []
-    for each in found:
-        if isinstance(each, Exception):
-            raise each
-        logits.append(each)
-    return work.finish(logits, seconds)
+        job.complete([found.popleft() for _ in job.passes], seconds)

@@ -37,7 +37,7 @@ class RequestNotes:
     error_code: str | None = None
     """The code of the error in the response (errors.py), or in its stream (sse.py)."""
     hooks: Hooks | None = None
-    """The functions of a caller in this process that read or change stages (in_process.py)."""
+    """The functions of a caller in this process that read or change stages (in_process.py). None over HTTP."""
     liveness_bytes: bytes | None = None
     """The bytes that the connection may send now to find out whether the client is still there (sse.py, gate.py)."""
 

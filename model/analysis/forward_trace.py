@@ -24,8 +24,8 @@ class Trace:
 class TracedPass:
     """A pass over `ids` that keeps the selected stages.
 
-    The caller computes `prompt_pass`, alone or together with others, and calls `finish` with its logits. `compute` does
-    both.
+    The caller computes `prompt_pass`, alone or together with others, and calls `make_trace` with its logits. `compute`
+    does both.
 
     `targets` has one token id per position, or None; the loss of a position without a target is NaN. `sizes` gives the
     length of each named dim for this number of tokens. `edits` is a tap that changes stages before they are kept.
@@ -48,7 +48,7 @@ class TracedPass:
         tap = self._recorder if edits is None else Chain(edits, self._recorder)
         self.prompt_pass = PromptPass(network, ids, device, tap)
 
-    def finish(self, logits: Tensor) -> Trace:
+    def make_trace(self, logits: Tensor) -> Trace:
         """The trace of the pass, whose logits are (T, V)."""
         loss = compute_loss(logits[None], self._targets, self._recorder, self._summaries)
         self._collector.finish()
@@ -58,4 +58,4 @@ class TracedPass:
     def compute(self, *, grad: bool = False) -> Trace:
         """Run the network once. With `grad`, the stages are tensors of one graph."""
         with torch.inference_mode(not grad), torch.set_grad_enabled(grad):
-            return self.finish(self.prompt_pass.compute())
+            return self.make_trace(self.prompt_pass.compute())

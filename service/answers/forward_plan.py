@@ -1,7 +1,7 @@
 """Plan a POST /forward: check its fields against the network that it will run on, and bound its size."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,39 +54,68 @@ class ForwardPlan(PromptPlan):
         return example if example is not None and self.ids == example.prompt_ids else None
 
 
-def planner(
-    body: ForwardRequest, subject: Subject, num_prompts: int, is_list: bool, as_safetensors: bool
-) -> Callable[[int, PromptPlan], ForwardPlan]:
-    """Check a request against the network that it will run on. Raises 400 for a wrong field.
+class ForwardPlanner:
+    """Checks a request against the network that it will run on. Raises 400 for a wrong field."""
 
-    The function that is returned does the rest for one prompt.
-    """
-    if as_safetensors and body.encoding == "base64":
-        raise invalid("encoding", "base64 is for JSON answers; leave the field out to get safetensors")
-    check_baseline(body.baseline, body.edits)
-    stages = select_stages(subject.stages, body.stages, "stages")
-    targets = split_targets(body, num_prompts, is_list)
+    def __init__(
+        self, body: ForwardRequest, subject: Subject, num_prompts: int, is_list: bool, as_safetensors: bool
+    ) -> None:
+        if as_safetensors and body.encoding == "base64":
+            raise invalid("encoding", "base64 is for JSON answers; leave the field out to get safetensors")
+        check_baseline(body.baseline, body.edits)
+        self._stages = select_stages(subject.stages, body.stages, "stages")
+        self._targets = split_targets(body, num_prompts, is_list)
+        self._body, self._is_list, self._as_safetensors = body, is_list, as_safetensors
 
-    def make_plan(index: int, plan: PromptPlan) -> ForwardPlan:
-        sizes = subject.sizes(len(plan.ids))
-        own_targets = find_targets(targets[index], subject, plan.ids, param_of("targets", index, is_list))
-        positions = None if body.positions is None else find_positions(body.positions, len(plan.ids), "positions")
+    def plan(self, index: int, prompt: PromptPlan) -> ForwardPlan:
+        body, subject, num_tokens = self._body, prompt.subject, len(prompt.ids)
+        sizes = subject.sizes(num_tokens)
+        param = param_of("targets", index, self._is_list)
+        targets = find_targets(self._targets[index], subject, prompt.ids, param)
+        positions = None if body.positions is None else find_positions(body.positions, num_tokens, "positions")
         check_indices(body.heads, sizes["head"], "heads", "heads")
         if body.top_k is not None and body.top_k > sizes["d_vocab"]:
             raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {sizes['d_vocab']} tokens")
-        detail = "values" if as_safetensors and "detail" not in body.model_fields_set else body.detail
+        detail = "values" if self._as_safetensors and "detail" not in body.model_fields_set else body.detail
         return ForwardPlan(
-            **vars(plan),
-            targets=own_targets,
-            selection=Selection(stages=stages, detail=detail, positions=positions, heads=body.heads),
+            **vars(prompt),
+            targets=targets,
+            selection=Selection(stages=self._stages, detail=detail, positions=positions, heads=body.heads),
             sizes=sizes,
             top_k=min(DEFAULT_TOP_K, sizes["d_vocab"]) if body.top_k is None else body.top_k,
             dtype=None if body.dtype is None else DTYPES[body.dtype],
-            encoding="safetensors" if as_safetensors else body.encoding,
+            encoding="safetensors" if self._as_safetensors else body.encoding,
             has_baseline=body.baseline,
         )
 
-    return make_plan
+    @staticmethod
+    def make_budget(plan: ForwardPlan) -> Budget:
+        """Bound the answer and the largest tensors of the pass, from shapes alone."""
+        selection, subject, sizes = plan.selection, plan.subject, plan.sizes
+        num_runs = 2 if plan.has_baseline else 1
+        computed_dtype = torch.promote_types(subject.dtype, torch.float32)
+        # For each position, its token with its loss; for each selected one, its predictions and the object around them.
+        num_predictions = len(plan.ids) + len(plan.rows) * (plan.top_k + 1)
+        has_values, has_scores = selection.detail == "values", any("key" in stage.dims for stage in selection.stages)
+        num_values = sum(math.prod(selection.shape(stage, sizes)) for stage in selection.stages)
+        contents = ResponseContents(
+            num_records=1 + len(selection.stages) * (2 if plan.has_baseline else 1),  # stages, and their changes
+            num_predictions=num_predictions,
+            token_bytes=subject.longest_token_bytes,
+            num_values=num_values if has_values else 0,
+            dtype=plan.dtype or computed_dtype,
+            encoding=plan.encoding,
+            extra_bytes=plan.edits_bytes if subject.example is None else PUBLISHED_BYTES,
+            num_choices=num_runs,
+        )
+        largest_tensors = pass_bytes(
+            num_logits=sizes["position"] * sizes["d_vocab"],
+            num_scores=sizes["head"] * sizes["query"] * sizes["key"] if has_scores else 0,
+            itemsize=computed_dtype.itemsize,
+        )
+        if plan.has_baseline:  # the stages of both passes are held, to be compared
+            largest_tensors += num_runs * num_values * computed_dtype.itemsize
+        return Budget(contents.num_bytes, largest_tensors, "stages, positions, heads, detail, top_k or the prompt")
 
 
 def split_targets(body: ForwardRequest, num_prompts: int, is_list: bool) -> list[list[int | None] | None]:
@@ -113,32 +142,3 @@ def find_targets(targets: list[int | None] | None, subject: Subject, ids: list[i
         raise invalid(param, f"has {len(targets)} entries for {len(ids)} tokens")
     check_ids(targets, subject.sizes(len(ids))["d_vocab"], param)
     return targets
-
-
-def make_budget(plan: ForwardPlan) -> Budget:
-    """Bound the answer and the largest tensors of the pass, from shapes alone."""
-    selection, subject, sizes = plan.selection, plan.subject, plan.sizes
-    num_runs = 2 if plan.has_baseline else 1
-    computed_dtype = torch.promote_types(subject.dtype, torch.float32)
-    # For each position, its token with its loss; for each selected one, its predictions and the object around them.
-    num_predictions = len(plan.ids) + len(plan.rows) * (plan.top_k + 1)
-    has_values, has_scores = selection.detail == "values", any("key" in stage.dims for stage in selection.stages)
-    num_values = sum(math.prod(selection.shape(stage, sizes)) for stage in selection.stages)
-    contents = ResponseContents(
-        num_records=1 + len(selection.stages) * (2 if plan.has_baseline else 1),  # stages, and their changes
-        num_predictions=num_predictions,
-        token_bytes=subject.longest_token_bytes,
-        num_values=num_values if has_values else 0,
-        dtype=plan.dtype or computed_dtype,
-        encoding=plan.encoding,
-        extra_bytes=plan.edits_bytes if subject.example is None else PUBLISHED_BYTES,
-        num_choices=num_runs,
-    )
-    largest_tensors = pass_bytes(
-        num_logits=sizes["position"] * sizes["d_vocab"],
-        num_scores=sizes["head"] * sizes["query"] * sizes["key"] if has_scores else 0,
-        itemsize=computed_dtype.itemsize,
-    )
-    if plan.has_baseline:  # the stages of both passes are held, to be compared
-        largest_tensors += num_runs * num_values * computed_dtype.itemsize
-    return Budget(contents.num_bytes, largest_tensors, "stages, positions, heads, detail, top_k or the prompt")

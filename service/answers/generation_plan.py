@@ -102,9 +102,9 @@ async def plan_generation(inputs: Inputs) -> GenerationPlan:
     request, state, checkpoint = inputs.request, inputs.state, inputs.checkpoint
     scales: Sequence[float | None] = inputs.scales or [None] * len(inputs.prompts)
     runs = list(zip(inputs.prompts, scales, strict=True))
-    planner = await read_edits(inputs.body.edits, runs, request, state, checkpoint)
-    num_strings = num_preparations(inputs.body, len(inputs.prompts), planner)
-    plan = await run_plan(state, num_strings, lambda: make_plan(inputs, planner))
+    edit_planner = await read_edits(inputs.body.edits, runs, request, state, checkpoint)
+    num_strings = num_preparations(inputs.body, len(inputs.prompts), edit_planner)
+    plan = await run_plan(state, num_strings, lambda: make_plan(inputs, edit_planner))
     plan.budget.check(state)
     edit_plans = [each for each in plan.edit_plans if each is not None]
     if not edit_plans:
@@ -114,32 +114,32 @@ async def plan_generation(inputs: Inputs) -> GenerationPlan:
         await bind_edits(edit_plans, request, state, checkpoint, inputs.adapter, inputs.arrived, max_step_tokens)
     )
     requests = [
-        each if edits is None else replace(each, edits=next(bound))
-        for each, edits in zip(plan.requests, plan.edit_plans, strict=True)
+        each if edit_plan is None else replace(each, edits=next(bound))
+        for each, edit_plan in zip(plan.requests, plan.edit_plans, strict=True)
     ]
     return replace(plan, requests=requests)
 
 
-def num_preparations(body: GenerationRequest, num_prompts: int, planner: EditPlanner | None) -> int:
+def num_preparations(body: GenerationRequest, num_prompts: int, edit_planner: EditPlanner | None) -> int:
     """The number of strings, prompts and edits that `make_plan` prepares, as an estimate of its time."""
     stages = body.trace.stages if body.trace is not None else None
     num_strings = len(stages or ()) + (len(body.stop) if isinstance(body.stop, list) else 0)
     num_strings += len(body.bad_words)
-    return num_strings + num_prompts * (1 + (0 if planner is None else planner.num_checks))
+    return num_strings + num_prompts * (1 + (0 if edit_planner is None else edit_planner.num_checks))
 
 
-def make_plan(inputs: Inputs, planner: EditPlanner | None) -> GenerationPlan:
+def make_plan(inputs: Inputs, edit_planner: EditPlanner | None) -> GenerationPlan:
     """Check a request against the checkpoint and the settings. Raises 400 for a wrong field."""
     options, state, checkpoint = inputs.options, inputs.state, inputs.checkpoint
     check_num_sequences(options, state, len(inputs.prompts), "prompts" if inputs.scales is None else "scales")
-    prompts = PromptPlanner(inputs, planner)
+    prompts = PromptPlanner(inputs, edit_planner)
     plans = [prompts.plan(index, ids) for index, ids in enumerate(inputs.prompts)]
     budgets = [each.budget for each in plans]
     if options.baseline:
         plans.append(prompts.baseline(plans[0]))
         budgets += plans[-1].budget, make_changes_budget(state, checkpoint, plans[0].num_positions, options.n)
     budget = total(budgets)
-    edit_plans = [each.edits for each in plans]
+    edit_plans = [each.edit_plan for each in plans]
     uses = Counter(each for each in edit_plans if each is not None)  # prompts of one length share a plan
     edits_bytes = options.n * sum(number * answer_bytes(each) for each, number in uses.items())
     budget = replace(budget, response_bytes=budget.response_bytes + edits_bytes)
@@ -158,7 +158,7 @@ class PlannedPrompt:
     """The plan for one prompt. Its request computes at most `num_positions` positions."""
 
     request: EngineRequest
-    edits: EditPlan | None
+    edit_plan: EditPlan | None
     trace: TracePlan | None
     budget: Budget
     num_positions: int
@@ -167,11 +167,11 @@ class PlannedPrompt:
 class PromptPlanner:
     """Plans the prompts of a request. Prompts of one length share their trace and their budget."""
 
-    def __init__(self, inputs: Inputs, planner: EditPlanner | None) -> None:
+    def __init__(self, inputs: Inputs, edit_planner: EditPlanner | None) -> None:
         trace, checkpoint = inputs.body.trace, inputs.checkpoint
         self.id = f"{inputs.options.id_prefix}{uuid.uuid4().hex}"
         self._inputs = inputs
-        self._planner = planner
+        self._edit_planner = edit_planner
         self._engine = get_engine(inputs.state)
         self._stages = [] if trace is None else traced_stages(trace, checkpoint)
         self._params = read_params(inputs)
@@ -196,19 +196,19 @@ class PromptPlanner:
                 adapter=inputs.adapter,
                 owner=self.id,
                 prefix_leader=f"{self.id}-0" if options.num_shared and index else None,
-                tap=notes_of(inputs.request.scope).hooks,
+                tap=notes_of(inputs.request.scope).hooks,  # None over HTTP
             )
             self._engine.check(request)
         except InvalidField as error:
             name = options.field_names.get(error.field, error.field)
             raise invalid_field(error, param if error.field == "prompt" else name) from None
-        edits = None
-        if self._planner is not None:
+        edit_plan = None
+        if self._edit_planner is not None:
             scale = None if inputs.scales is None else inputs.scales[index]
-            edits = self._planner.plan(ids[: options.num_shared or None], num_positions, param, scale)
+            edit_plan = self._edit_planner.plan(ids[: options.num_shared or None], num_positions, param, scale)
         if len(ids) not in self._budgets:
             self._budgets[len(ids)] = self._budget(request, trace)
-        return PlannedPrompt(request, edits, trace, self._budgets[len(ids)], num_positions)
+        return PlannedPrompt(request, edit_plan, trace, self._budgets[len(ids)], num_positions)
 
     def baseline(self, plan: PlannedPrompt) -> PlannedPrompt:
         """The plan for the same prompt without edits and trace."""

@@ -1,4 +1,11 @@
-"""Run the forward passes of a request, from the check of their budget to the response."""
+"""Run the forward passes of a request, from the check of their budget to the response.
+
+1. `answer_passes` checks the budget, and divides the `PendingAnswer`s of a request into groups.
+2. Each `AnswerGroup` is a job of the network's thread (`run_next` of service/network_jobs.py). The thread calls its
+   `prepare_passes`, which calls `prepare` of each answer, and computes these passes.
+3. The thread calls `make_result` of the group with the logits. This calls `make_answer` of each `PreparedAnswer`, and
+   adds the `PassAnswer` to the `Encoder`. The last group returns the bytes of the response.
+"""
 
 import re
 import time
@@ -53,53 +60,53 @@ class PassAnswer:
 
 
 @dataclass(frozen=True)
-class BegunPass:
+class PreparedAnswer:
     """The passes of the network that an answer needs, and how it is made of their logits.
 
-    `finish` also takes how long the pass waited and computed, in seconds.
+    `make_answer` also takes how long the pass waited and computed, in seconds.
     """
 
     passes: Sequence[PromptPass]
-    finish: Callable[[Sequence[Tensor], PassTimings], PassAnswer]
+    make_answer: Callable[[Sequence[Tensor], PassTimings], PassAnswer]
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One forward pass of a request, or two with a baseline. `begin` is called on the network's thread.
+class PendingAnswer:
+    """An answer that needs one forward pass, or two with a baseline. The network's thread calls `prepare`.
 
     Passes of the same or of other requests are computed together if their `cost` is at most `MAX_COST`. The jobs in
     `before` run before it, one by one, so that other requests are served between them.
     """
 
     num_tokens: int
-    begin: Callable[[], BegunPass]
+    prepare: Callable[[], PreparedAnswer]
     cost: int = MAX_COST
     before: Sequence[Callable[[], None]] = ()
 
     @classmethod
     def alone(
         cls, num_tokens: int, run: Callable[[float], PassAnswer], before: Sequence[Callable[[], None]] = ()
-    ) -> "Pass":
-        """A pass that `run` computes itself. It takes the seconds that the pass waited."""
-        return cls(num_tokens, lambda: BegunPass((), lambda _, timings: run(timings.queue_seconds)), before=before)
+    ) -> "PendingAnswer":
+        """An answer whose pass `run` computes itself. It takes the seconds that the pass waited."""
+        return cls(num_tokens, lambda: PreparedAnswer((), lambda _, timings: run(timings.queue_seconds)), before=before)
 
 
-class PassGroup:
-    """Passes of a request that are one job of the network's thread; see `PassJob` in service/network_jobs.py."""
+class AnswerGroup:
+    """Answers of a request that are one job of the network's thread; see `PassJob` in service/network_jobs.py."""
 
-    def __init__(self, passes: Sequence[Pass], encoder: "Encoder", *, is_last: bool) -> None:
-        self.passes = passes
+    def __init__(self, answers: Sequence[PendingAnswer], encoder: "Encoder", *, is_last: bool) -> None:
+        self.answers = answers
         self.queued = time.perf_counter()
         self.started: float | None = None
         self.seconds = 0.0  # on the network's thread
         self.model = ""
-        self._begun: list[BegunPass] = []
+        self._prepared: list[PreparedAnswer] = []
         self._encoder = encoder
         self._is_last = is_last
 
     @property
     def cost(self) -> int:
-        return sum(each.cost for each in self.passes)
+        return sum(each.cost for each in self.answers)
 
     @property
     def waited(self) -> float:
@@ -115,19 +122,19 @@ class PassGroup:
         job()
         self.seconds += time.perf_counter() - began
 
-    def begin(self) -> Sequence[PromptPass]:
+    def prepare_passes(self) -> Sequence[PromptPass]:
         self._start()
-        self._begun = [each.begin() for each in self.passes]
-        return [one for each in self._begun for one in each.passes]
+        self._prepared = [each.prepare() for each in self.answers]
+        return [one for each in self._prepared for one in each.passes]
 
-    def finish(self, logits: Sequence[Tensor], seconds: float) -> bytes | memoryview:
+    def make_result(self, logits: Sequence[Tensor], seconds: float) -> bytes | memoryview:
         """Add the answers to the encoder. Returns the encoded response after the last ones."""
         began, rest = time.perf_counter(), iter(logits)
-        for each in self._begun:
-            answer = each.finish([next(rest) for _ in each.passes], PassTimings(self.waited, seconds))
+        for each in self._prepared:
+            answer = each.make_answer([next(rest) for _ in each.passes], PassTimings(self.waited, seconds))
             self._encoder.add(answer)
             self.model = answer.content.model
-        content = self._encoder.finish() if self._is_last else b""
+        content = self._encoder.encode() if self._is_last else b""
         self.seconds += seconds + time.perf_counter() - began
         return content
 
@@ -152,7 +159,8 @@ class Encoder:
         else:
             self._answers.append(answer)
 
-    def finish(self) -> bytes | memoryview:
+    def encode(self) -> bytes | memoryview:
+        """Encode the response."""
         if not self._is_list:
             (answer,) = self._answers
             tensors, content = answer.tensors, answer.content
@@ -171,14 +179,14 @@ class Encoder:
 async def answer_passes(
     request: Request,
     state: State,
-    passes: Sequence[Pass],
+    answers: Sequence[PendingAnswer],
     *,
     budget: Budget,
     is_list: bool,
     as_safetensors: bool,
     arrived: float | None = None,
 ) -> Response:
-    """Run passes on the network's thread, and return their response.
+    """Run the passes of answers on the network's thread, and return the response.
 
     Short passes are computed together. Groups of them are separate jobs, one after the other, so that other requests
     are served in between. If the client disconnects, the remaining ones do not run. Raises 413 if the budget or the
@@ -187,7 +195,7 @@ async def answer_passes(
     """
     budget.check(state)
     limit = state.settings.max_pass_tokens
-    for index, each in enumerate(passes):
+    for index, each in enumerate(answers):
         if each.num_tokens > limit:
             param = param_of("prompt", index, is_list)
             message = (
@@ -195,35 +203,35 @@ async def answer_passes(
                 "start the server with a larger --max-pass-tokens"
             )
             raise ApiError(413, message, param=param, code="prompt_too_long")
-    note_tokens(request, sum(each.num_tokens for each in passes))
+    note_tokens(request, sum(each.num_tokens for each in answers))
     reservation = get_reservation(request)
     reservation.reserve(budget.response_bytes)
     encoder = Encoder(is_list=is_list, as_safetensors=as_safetensors)
     span = recorded_span(request.scope)
-    content = await unless_disconnected(request, _run(state, passes, encoder, arrived or time.perf_counter(), span))
+    content = await unless_disconnected(request, _run(state, answers, encoder, arrived or time.perf_counter(), span))
     reservation.count(len(content) - budget.response_bytes)
     return Response(content, media_type=SAFETENSORS_MEDIA_TYPE if as_safetensors else "application/json")
 
 
 async def _run(
-    state: State, passes: Sequence[Pass], encoder: Encoder, arrived: float, span: RequestSpan | None
+    state: State, answers: Sequence[PendingAnswer], encoder: Encoder, arrived: float, span: RequestSpan | None
 ) -> bytes | memoryview:
-    """Wait for the passes, within the timeout, and return their encoded answers."""
+    """Wait for the answers, within the timeout, and return the encoded response."""
     content: bytes | memoryview = b""
-    state.worker.check_room(sum(each.num_tokens for each in passes))
-    groups = divide(passes)
+    state.worker.check_room(sum(each.num_tokens for each in answers))
+    groups = divide(answers)
     async with series(state, arrived):
         for each in groups:
-            content = await _run_group(state, PassGroup(each, encoder, is_last=each is groups[-1]), span)
+            content = await _run_group(state, AnswerGroup(each, encoder, is_last=each is groups[-1]), span)
     state.metrics.trace_bytes.inc(len(content))
     return content
 
 
-def divide(passes: Sequence[Pass]) -> list[list[Pass]]:
-    """Divide passes into those that are computed together: neighbours that cost at most `MAX_COST`."""
-    groups: list[list[Pass]] = []
+def divide(answers: Sequence[PendingAnswer]) -> list[list[PendingAnswer]]:
+    """Divide answers into those whose passes are computed together: neighbours that cost at most `MAX_COST`."""
+    groups: list[list[PendingAnswer]] = []
     room = 0
-    for each in passes:
+    for each in answers:
         if not groups or each.cost > room or each.before:
             groups.append([])
             room = MAX_COST
@@ -232,11 +240,11 @@ def divide(passes: Sequence[Pass]) -> list[list[Pass]]:
     return groups
 
 
-async def _run_group(state: State, group: PassGroup, span: RequestSpan | None) -> bytes | memoryview:
-    """Wait for a group of passes, and update the metrics and the span. Returns what its `finish` returns."""
+async def _run_group(state: State, group: AnswerGroup, span: RequestSpan | None) -> bytes | memoryview:
+    """Wait for the result of a group, and update the metrics and the span."""
     error: str | None = "cancelled"
     try:
-        for job in group.passes[0].before:
+        for job in group.answers[0].before:
             await state.worker.run(partial(group.run_before, job))
         content = await state.worker.run(group)
         error = None
@@ -250,11 +258,11 @@ async def _run_group(state: State, group: PassGroup, span: RequestSpan | None) -
         if span is not None:
             if group.model:
                 span.attributes["gen_ai.response.model"] = group.model
-            for each in group.passes:
+            for each in group.answers:
                 add_pass(span, each.num_tokens, group.queued, group.started, time.perf_counter(), error)
     metrics = state.metrics
-    for each in group.passes:
+    for each in group.answers:
         metrics.queue_seconds.observe(group.waited)
-        metrics.trace_seconds.observe(group.seconds / len(group.passes))
+        metrics.trace_seconds.observe(group.seconds / len(group.answers))
         metrics.note_prompt_tokens(each.num_tokens)
     return content

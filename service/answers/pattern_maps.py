@@ -4,7 +4,7 @@ A map is reduced on the network's thread as soon as its block is computed, so th
 scores of one block and the reduced maps.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,11 +53,14 @@ class PatternPlan(PromptPlan):
         return Selection(stages=self.stages, detail="values", heads=self.body.heads)
 
 
-def planner(body: PatternsRequest) -> Callable[[int, PromptPlan], PatternPlan]:
-    """A function that checks a request against the network that it will run on. It raises 400 for a wrong field."""
+@dataclass(frozen=True)
+class PatternPlanner:
+    """Checks a request against the network that it will run on."""
 
-    def make_plan(_: int, plan: PromptPlan) -> PatternPlan:
-        num_tokens, subject = len(plan.ids), plan.subject
+    body: PatternsRequest
+
+    def plan(self, index: int, prompt: PromptPlan) -> PatternPlan:
+        body, num_tokens, subject = self.body, len(prompt.ids), prompt.subject
         sizes, by_name = subject.sizes(num_tokens), {stage.name: stage for stage in subject.stages}
         num_layers = sum(name.endswith(".attn.pattern") for name in by_name)
         check_indices(body.layers, num_layers, "layers", "layers")
@@ -67,7 +70,7 @@ def planner(body: PatternsRequest) -> Callable[[int, PromptPlan], PatternPlan]:
             raise invalid("dtype", reason)
         layers = range(num_layers) if body.layers is None else body.layers
         return PatternPlan(
-            **vars(plan),
+            **vars(prompt),
             body=body,
             layers=layers,
             heads=range(sizes["head"]) if body.heads is None else body.heads,
@@ -75,27 +78,27 @@ def planner(body: PatternsRequest) -> Callable[[int, PromptPlan], PatternPlan]:
             block=1 if body.max_size is None else -(-num_tokens // body.max_size),
         )
 
-    return make_plan
-
-
-def make_budget(plan: PatternPlan) -> Budget:
-    """Bound the answer and the largest tensors of the pass, from shapes alone."""
-    num_tokens, sizes = len(plan.ids), plan.subject.sizes(len(plan.ids))
-    num_maps = len(plan.layers) * len(plan.heads)
-    computed = torch.promote_types(plan.subject.dtype, torch.float32)
-    contents = ResponseContents(
-        num_records=1 + num_maps,
-        num_tokens=num_tokens,
-        token_bytes=plan.subject.longest_token_bytes,
-        num_values=num_maps * plan.size**2,
-        dtype=computed if plan.body.dtype is None else dtype_of(plan.body.dtype),
-        encoding="base64",
-        extra_bytes=plan.edits_bytes,
-    )
-    num_logits = sizes["d_vocab"] * (1 if plan.subject.checkpoint is not None else num_tokens)
-    tensors = pass_bytes(num_logits=num_logits, num_scores=sizes["head"] * num_tokens**2, itemsize=computed.itemsize)
-    tensors += contents.num_values * computed.itemsize  # the maps are held until the pass has ended
-    return Budget(contents.num_bytes, tensors, "layers, heads, max_size, dtype or the prompt")
+    @staticmethod
+    def make_budget(plan: PatternPlan) -> Budget:
+        """Bound the answer and the largest tensors of the pass, from shapes alone."""
+        num_tokens, sizes = len(plan.ids), plan.subject.sizes(len(plan.ids))
+        num_maps = len(plan.layers) * len(plan.heads)
+        computed = torch.promote_types(plan.subject.dtype, torch.float32)
+        contents = ResponseContents(
+            num_records=1 + num_maps,
+            num_tokens=num_tokens,
+            token_bytes=plan.subject.longest_token_bytes,
+            num_values=num_maps * plan.size**2,
+            dtype=computed if plan.body.dtype is None else dtype_of(plan.body.dtype),
+            encoding="base64",
+            extra_bytes=plan.edits_bytes,
+        )
+        num_logits = sizes["d_vocab"] * (1 if plan.subject.checkpoint is not None else num_tokens)
+        tensors = pass_bytes(
+            num_logits=num_logits, num_scores=sizes["head"] * num_tokens**2, itemsize=computed.itemsize
+        )
+        tensors += contents.num_values * computed.itemsize  # the maps are held until the pass has ended
+        return Budget(contents.num_bytes, tensors, "layers, heads, max_size, dtype or the prompt")
 
 
 def dtype_of(name: PatternDtype) -> torch.dtype:

@@ -1,6 +1,7 @@
 """Answer a POST /forward, /logits or /patterns: read its prompts, plan a pass for each, bind its edits, and run it.
 
-A route says how one prompt is planned, how large its answer may be, and how its pass is run and described.
+A route's `RoutePlanner` says how one prompt is planned, and how large its answer may be. Its `prepare_answer` says how
+the pass of a plan is run and described.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import ceil
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 
@@ -20,7 +21,7 @@ from model.tracing.hooks import Hooks
 from model.tracing.tap import Chain, Tap
 from service.answers.budget import Budget, total
 from service.answers.edits import answer_bytes, read_edits
-from service.answers.passes import BegunPass, Pass, answer_passes
+from service.answers.passes import PendingAnswer, PreparedAnswer, answer_passes
 from service.answers.prompts import Prompt, param_of
 from service.answers.source_passes import bind_edits
 from service.answers.subject import Subject
@@ -32,18 +33,21 @@ from service.state import State, run_plan
 
 @dataclass(frozen=True, kw_only=True)
 class PromptPlan:
-    """A checked request, for one of its prompts. `bound_edits` are set when the passes of sources have run."""
+    """A checked request, for one of its prompts. `hooks` are None over HTTP.
+
+    `bound_edits` are set when the passes of sources have run.
+    """
 
     subject: Subject
     ids: list[int]
-    edits: EditPlan | None = None
+    edit_plan: EditPlan | None = None
     bound_edits: BoundEdits | None = None
     hooks: Hooks | None = None
 
     @property
     def edits_bytes(self) -> int:
         """The bytes of `edits` in the answer."""
-        return 0 if self.edits is None else answer_bytes(self.edits)
+        return 0 if self.edit_plan is None else answer_bytes(self.edit_plan)
 
     def tap(self, rows: Sequence[int] | None = None) -> Tap | None:
         """The tap that changes the pass; None without edits and hooks."""
@@ -57,8 +61,13 @@ class PromptPlan:
     @property
     def cost(self) -> int:
         """The cost of the pass in comparison with others; see `cost_of`."""
-        matches = () if self.edits is None else self.edits.matches
+        matches = () if self.edit_plan is None else self.edit_plan.matches
         return cost_of(len(self.ids), sum(len(each.stages) for each in matches))
+
+    @property
+    def can_share_pass(self) -> bool:
+        """Whether the network can compute this pass together with others."""
+        return self.prompt_pass(None).transformer is not None
 
     def prompt_pass(self, tap: Tap | None, rows: Sequence[int] | None = None) -> PromptPass:
         """The pass with a tap."""
@@ -70,90 +79,116 @@ class PromptPlan:
             "model": self.subject.name,
             "tokens": describe_tokens(self.ids, self.subject.text_of),
             "timings": timings,
-            "edits": describe_edits(self.edits),
+            "edits": describe_edits(self.edit_plan),
         }
 
 
 Plan = TypeVar("Plan", bound=PromptPlan)
 
 
+class RoutePlanner(Protocol[Plan]):
+    """How a route plans a request. Its constructor checks the fields that do not depend on the prompts."""
+
+    def plan(self, index: int, prompt: PromptPlan) -> Plan:
+        """Check the other fields for the prompt with this index. Raises 400 for a wrong one."""
+
+    @staticmethod
+    def make_budget(plan: Plan) -> Budget:
+        """Bound the answer and the largest tensors of a plan, which depend on the length of the prompt alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptInputs:
+    """A request, as its route has read it. The route began at `arrived`, in seconds of `time.perf_counter`.
+
+    With `scales`, there is a pass for each of them and each prompt: all scales of the first prompt come first. Its
+    planner matches `num_globs` globs.
+    """
+
+    request: Request
+    state: State
+    subject: Subject
+    arrived: float
+    body: EditedRequest
+    prompts: Sequence[Prompt]
+    is_list: bool = False
+    as_safetensors: bool = False
+    scales: Sequence[float] | None = None
+    num_globs: int = 0
+
+
 async def answer_prompts(
-    body: EditedRequest,
-    prompts: Sequence[Prompt],
-    request: Request,
-    state: State,
-    subject: Subject,
-    arrived: float,
-    *,
-    planner: Callable[[], Callable[[int, PromptPlan], Plan]],
-    make_budget: Callable[[Plan], Budget],
-    begin: Callable[[Plan], BegunPass],
-    num_globs: int = 0,
-    is_list: bool = False,
-    as_safetensors: bool = False,
-    scales: Sequence[float] | None = None,
+    inputs: PromptInputs,
+    make_planner: Callable[[], RoutePlanner[Plan]],
+    prepare_answer: Callable[[Plan], PreparedAnswer],
 ) -> Response:
     """Plan and run a pass for each prompt, and return the response. Raises the errors of all of these steps.
 
-    With `scales`, there is a pass for each of them and each prompt: all scales of the first prompt come first.
-
-    1. The prompts are tokenized.
-    2. `planner`, of the route, checks the fields that do not depend on the prompts; they match `num_globs` globs. It
-       returns a function that takes the index of a prompt and the common part of its plan, and returns the whole plan.
-    3. `make_budget`, of the route, bounds the cost of a plan.
-    4. The passes from which edits take values are run (source_passes.py).
-    5. `answer_passes` (passes.py) calls `begin`, of the route, for each plan on the network's thread, computes the
-       passes that it returns, and encodes the answers.
+    1. `plan_prompts` tokenizes the prompts, and plans each of them with the planner of the route.
+    2. `bind_edits` (edits.py) runs the passes from which edits take values.
+    3. `answer_passes` (passes.py) calls `prepare_answer`, of the route, for each plan on the network's thread, computes
+       the passes of the `PreparedAnswer`, and encodes the answers.
     """
-    own_scales: Sequence[float | None] = scales or [None]
-    if len(prompts) * len(own_scales) > MAX_PROMPTS:
-        reason = f"{len(own_scales)} scales of {len(prompts)} prompts are more than {MAX_PROMPTS} passes"
-        raise invalid("scales", f"{reason}; send several requests")
-    params = [param_of("prompt", index, is_list) for index in range(len(prompts))]
-    ids = [
-        await subject.read_prompt(request, state, prompt, param) for prompt, param in zip(prompts, params, strict=True)
-    ]
-    checkpoint = subject.checkpoint
-    if checkpoint is None and body.edits:
-        raise invalid("edits", f"change the served model, but not the worked example {subject.name!r}; leave them out")
-    if checkpoint is None and scales is not None:
-        raise invalid("scales", "multiply edits, which worked examples do not have; leave the field out")
-    edits = (
-        None
-        if checkpoint is None
-        else await read_edits(body.edits, list(product(ids, own_scales)), request, state, checkpoint)
-    )
-
-    hooks = notes_of(request.scope).hooks
-
-    def make_plans() -> tuple[list[Plan], Budget]:
-        make_plan, plans = planner(), []
-        for (index, each), scale in product(enumerate(ids), own_scales):
-            plan = None if edits is None else edits.plan(each, len(each), params[index], scale)
-            plans.append(make_plan(index, PromptPlan(subject=subject, ids=each, edits=plan, hooks=hooks)))
-        sizes = {len(plan.ids): plan for plan in plans}  # a budget depends on the length of the prompt alone
-        budgets = {length: make_budget(plan) for length, plan in sizes.items()}
-        return plans, total([budgets[len(plan.ids)] for plan in plans])
-
-    num_checks = num_globs + len(prompts) * len(own_scales) * (1 + (0 if edits is None else edits.num_checks))
-    plans, budget = await run_plan(state, num_checks, make_plans)
-    edit_plans = [plan.edits for plan in plans if plan.edits is not None]
+    request, state, subject, checkpoint = inputs.request, inputs.state, inputs.subject, inputs.subject.checkpoint
+    plans, budget = await plan_prompts(inputs, make_planner)
+    edit_plans = [plan.edit_plan for plan in plans if plan.edit_plan is not None]
     if edit_plans:
         budget.check(state)  # before the passes of sources
         assert checkpoint is not None
-        bound = await bind_edits(edit_plans, request, state, checkpoint, subject.adapter, arrived)
+        bound = await bind_edits(edit_plans, request, state, checkpoint, subject.adapter, inputs.arrived)
         plans = [replace(plan, bound_edits=each) for plan, each in zip(plans, bound, strict=True)]
     settings = state.settings
     used = budget.pass_bytes / settings.max_pass_bytes  # of the memory of a pass
 
     def cost_of_plan(plan: Plan) -> int:
-        if plan.prompt_pass(None).transformer is None:
+        if not plan.can_share_pass:
             return MAX_COST
         share = max(used, len(plan.ids) / settings.max_pass_tokens)  # of the limits of a pass
         return max(plan.cost, ceil(MAX_COST * share))
 
-    passes = [Pass(len(plan.ids), partial(begin, plan), cost_of_plan(plan)) for plan in plans]
-    returns_list = is_list or scales is not None
     return await answer_passes(
-        request, state, passes, budget=budget, is_list=returns_list, as_safetensors=as_safetensors, arrived=arrived
+        request,
+        state,
+        [PendingAnswer(len(plan.ids), partial(prepare_answer, plan), cost_of_plan(plan)) for plan in plans],
+        budget=budget,
+        is_list=inputs.is_list or inputs.scales is not None,
+        as_safetensors=inputs.as_safetensors,
+        arrived=inputs.arrived,
     )
+
+
+async def plan_prompts(
+    inputs: PromptInputs, make_planner: Callable[[], RoutePlanner[Plan]]
+) -> tuple[list[Plan], Budget]:
+    """Check a request for each of its prompts and scales, and bound the cost of all plans together."""
+    request, state, subject, edits = inputs.request, inputs.state, inputs.subject, inputs.body.edits
+    scales: Sequence[float | None] = inputs.scales or [None]
+    num_plans = len(inputs.prompts) * len(scales)
+    if num_plans > MAX_PROMPTS:
+        reason = f"{len(scales)} scales of {len(inputs.prompts)} prompts are more than {MAX_PROMPTS} passes"
+        raise invalid("scales", f"{reason}; send several requests")
+    params = [param_of("prompt", index, inputs.is_list) for index in range(len(inputs.prompts))]
+    ids = [
+        await subject.read_prompt(request, state, prompt, param)
+        for prompt, param in zip(inputs.prompts, params, strict=True)
+    ]
+    edit_planner = None
+    if subject.checkpoint is not None:
+        edit_planner = await read_edits(edits, list(product(ids, scales)), request, state, subject.checkpoint)
+    elif edits:
+        raise invalid("edits", f"change the served model, but not the worked example {subject.name!r}; leave them out")
+    elif inputs.scales is not None:
+        raise invalid("scales", "multiply edits, which worked examples do not have; leave the field out")
+    hooks = notes_of(request.scope).hooks
+
+    def make_plans() -> tuple[list[Plan], Budget]:
+        planner, plans = make_planner(), []
+        for (index, each), scale in product(enumerate(ids), scales):
+            edit_plan = None if edit_planner is None else edit_planner.plan(each, len(each), params[index], scale)
+            plans.append(planner.plan(index, PromptPlan(subject=subject, ids=each, edit_plan=edit_plan, hooks=hooks)))
+        by_length = {len(plan.ids): plan for plan in plans}
+        budgets = {length: planner.make_budget(plan) for length, plan in by_length.items()}
+        return plans, total([budgets[len(plan.ids)] for plan in plans])
+
+    num_edit_checks = 0 if edit_planner is None else edit_planner.num_checks
+    return await run_plan(state, inputs.num_globs + num_plans * (1 + num_edit_checks), make_plans)

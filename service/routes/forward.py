@@ -16,14 +16,13 @@ from torch import Tensor
 from forwardscope.local_results import describe_changes, describe_loss, describe_predictions
 from forwardscope.results import passes as results
 from forwardscope.results.passes import PassTimings
-from forwardscope.results.stages import Stage
 from model.analysis.forward_trace import Trace, TracedPass
 from model.tracing.pauses import pause
 from model.tracing.predictions import predict
 from model.tracing.selection import Detail, StageTrace
-from service.answers.forward_plan import ForwardPlan, make_budget, planner
-from service.answers.passes import SAFETENSORS_MEDIA_TYPE, BegunPass, PassAnswer, wants_safetensors
-from service.answers.prompt_passes import answer_prompts
+from service.answers.forward_plan import ForwardPlan, ForwardPlanner
+from service.answers.passes import SAFETENSORS_MEDIA_TYPE, PassAnswer, PreparedAnswer, wants_safetensors
+from service.answers.prompt_passes import PromptInputs, answer_prompts
 from service.answers.prompts import as_list
 from service.answers.stage_answers import stage_answer
 from service.answers.subject import find_subject
@@ -47,24 +46,23 @@ async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Re
     arrived, as_safetensors = time.perf_counter(), wants_safetensors(request)
     subject = find_subject(state, body.model, body.adapter)
     prompts, is_list = as_list(body.prompt)
-    return await answer_prompts(
-        body,
-        prompts,
-        request,
-        state,
-        subject,
-        arrived,
-        planner=partial(planner, body, subject, len(prompts), is_list, as_safetensors),
-        make_budget=make_budget,
-        begin=begin,
-        num_globs=len(body.stages),
+    inputs = PromptInputs(
+        request=request,
+        state=state,
+        subject=subject,
+        arrived=arrived,
+        body=body,
+        prompts=prompts,
         is_list=is_list,
         as_safetensors=as_safetensors,
         scales=body.scales,
+        num_globs=len(body.stages),
     )
+    make_planner = partial(ForwardPlanner, body, subject, len(prompts), is_list, as_safetensors)
+    return await answer_prompts(inputs, make_planner, prepare_answer)
 
 
-def begin(plan: ForwardPlan) -> BegunPass:
+def prepare_answer(plan: ForwardPlan) -> PreparedAnswer:
     """The pass, or with a baseline both passes."""
     selection = replace(plan.selection, detail="values") if plan.has_baseline else plan.selection
     taps = [plan.tap(), None] if plan.has_baseline else [plan.tap()]
@@ -72,15 +70,15 @@ def begin(plan: ForwardPlan) -> BegunPass:
     traced = [
         TracedPass(subject.network, plan.ids, plan.targets, selection, plan.sizes, subject.device, tap) for tap in taps
     ]
-    return BegunPass([each.prompt_pass for each in traced], partial(finish, plan, traced))
+    return PreparedAnswer([each.prompt_pass for each in traced], partial(make_answer, plan, traced))
 
 
 @torch.inference_mode()
-def finish(
+def make_answer(
     plan: ForwardPlan, traced: Sequence[TracedPass], logits: Sequence[Tensor], timings: PassTimings
 ) -> PassAnswer:
     """Describe each pass, whose logits are (T, V)."""
-    found, *plain = (each.finish(own) for each, own in zip(traced, logits, strict=True))
+    found, *plain = (each.make_trace(own) for each, own in zip(traced, logits, strict=True))
     fields, tensors = describe_pass(plan, found)
     if plain:
         plain_fields, plain_tensors = describe_pass(plan, plain[0])
@@ -100,7 +98,12 @@ def describe_pass(plan: ForwardPlan, found: Trace) -> tuple[dict[str, Any], dict
     if plan.top_k:
         top = predict(found.logits[list(plan.rows)], plan.top_k, plan.subject.network.backend.summaries)
     fields = {
-        "stages": tuple(describe_stage(plan, kept, values[kept.stage.name]) for kept in stages),
+        "stages": tuple(
+            stage_answer(
+                kept, values[kept.stage.name], plan.encoding, published_answer(plan.example, kept.stage, plan.selection)
+            )
+            for kept in stages
+        ),
         "predictions": describe_predictions(plan.rows, top, plan.subject.text_of),
         "loss": describe_loss(found.loss, found.loss.tolist()),
     }
@@ -115,12 +118,6 @@ def with_detail(kept: StageTrace, detail: Detail) -> StageTrace:
         values=kept.values if detail == "values" else None,
         summary=None if detail == "none" else kept.summary,
     )
-
-
-def describe_stage(plan: ForwardPlan, kept: StageTrace, values: Tensor | None) -> Stage[Any]:
-    """Describe a stage, with its printed numbers if the subject is a worked example on its own prompt."""
-    published = None if plan.example is None else published_answer(plan.example, kept.stage, plan.selection)
-    return stage_answer(kept, values, plan.encoding, published)
 
 
 def cast_values(plan: ForwardPlan, kept: StageTrace) -> Tensor | None:

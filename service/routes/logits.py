@@ -5,7 +5,7 @@ compared.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,8 +22,8 @@ from model.ops.torch_ops import TORCH
 from model.tracing.pauses import pause, pieces
 from service.answers.budget import Budget, ResponseContents, pass_bytes
 from service.answers.edits import check_baseline
-from service.answers.passes import SAFETENSORS_MEDIA_TYPE, BegunPass, PassAnswer, wants_safetensors
-from service.answers.prompt_passes import PromptPlan, answer_prompts
+from service.answers.passes import SAFETENSORS_MEDIA_TYPE, PassAnswer, PreparedAnswer, wants_safetensors
+from service.answers.prompt_passes import PromptInputs, PromptPlan, answer_prompts
 from service.answers.prompts import as_list, find_positions
 from service.answers.subject import checkpoint_subject
 from service.http.bodies import JsonRoute
@@ -59,27 +59,52 @@ async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpo
     if body.top_k is not None and body.top_k > vocab_size:
         raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {vocab_size} tokens")
     prompts, is_list = as_list(body.prompt)
-    return await answer_prompts(
-        body,
-        prompts,
-        request,
-        state,
-        subject,
-        arrived,
-        planner=partial(planner, body, as_safetensors),
-        make_budget=make_budget,
-        begin=begin,
+    inputs = PromptInputs(
+        request=request,
+        state=state,
+        subject=subject,
+        arrived=arrived,
+        body=body,
+        prompts=prompts,
         is_list=is_list,
         as_safetensors=as_safetensors,
         scales=body.scales,
     )
+    return await answer_prompts(inputs, partial(LogitsPlanner, body, as_safetensors), prepare_answer)
 
 
-def planner(body: LogitsRequest, as_safetensors: bool) -> Callable[[int, PromptPlan], LogitsPlan]:
-    def make_plan(_: int, plan: PromptPlan) -> LogitsPlan:
-        return LogitsPlan(**vars(plan), body=body, rows=find_rows(body, len(plan.ids)), as_safetensors=as_safetensors)
+@dataclass(frozen=True)
+class LogitsPlanner:
+    """Checks the positions of a request for each of its prompts. The route checks its other fields."""
 
-    return make_plan
+    body: LogitsRequest
+    as_safetensors: bool
+
+    def plan(self, index: int, prompt: PromptPlan) -> LogitsPlan:
+        rows = find_rows(self.body, len(prompt.ids))
+        return LogitsPlan(**vars(prompt), body=self.body, rows=rows, as_safetensors=self.as_safetensors)
+
+    @staticmethod
+    def make_budget(plan: LogitsPlan) -> Budget:
+        """Bound the answer, and the logits of the passes."""
+        body, vocab_size, num_rows = plan.body, plan.subject.sizes(len(plan.ids))["d_vocab"], len(plan.rows)
+        num_runs = 2 if body.baseline else 1
+        # The tokens of the prompt; for each row, the object around it and its most likely tokens.
+        num_tokens = len(plan.ids) + num_rows * (1 + (body.top_k or 0))
+        contents = ResponseContents(
+            num_records=2,
+            num_predictions=num_tokens,
+            token_bytes=plan.subject.longest_token_bytes,
+            num_values=num_rows * (body.top_k or vocab_size) * (2 if body.logprobs else 1),
+            encoding="safetensors" if plan.as_safetensors else "json",
+            extra_bytes=plan.edits_bytes,
+            num_choices=num_runs,
+        )
+        return Budget(
+            contents.num_bytes,
+            num_runs * pass_bytes(num_logits=num_rows * vocab_size),
+            "positions, top_k or logprobs",
+        )
 
 
 def find_rows(body: LogitsRequest, num_tokens: int) -> list[int]:
@@ -93,38 +118,16 @@ def find_rows(body: LogitsRequest, num_tokens: int) -> list[int]:
     return find_positions(body.positions, num_tokens, "positions")
 
 
-def make_budget(plan: LogitsPlan) -> Budget:
-    """Bound the answer, and the logits of the passes."""
-    body, vocab_size, num_rows = plan.body, plan.subject.sizes(len(plan.ids))["d_vocab"], len(plan.rows)
-    num_runs = 2 if body.baseline else 1
-    # The tokens of the prompt; for each row, the object around it and its most likely tokens.
-    num_tokens = len(plan.ids) + num_rows * (1 + (body.top_k or 0))
-    contents = ResponseContents(
-        num_records=2,
-        num_predictions=num_tokens,
-        token_bytes=plan.subject.longest_token_bytes,
-        num_values=num_rows * (body.top_k or vocab_size) * (2 if body.logprobs else 1),
-        encoding="safetensors" if plan.as_safetensors else "json",
-        extra_bytes=plan.edits_bytes,
-        num_choices=num_runs,
-    )
-    return Budget(
-        contents.num_bytes,
-        num_runs * pass_bytes(num_logits=num_rows * vocab_size),
-        "positions, top_k or logprobs",
-    )
-
-
-def begin(plan: LogitsPlan) -> BegunPass:
+def prepare_answer(plan: LogitsPlan) -> PreparedAnswer:
     """The pass, or with a baseline both passes."""
     passes = [plan.prompt_pass(plan.tap(plan.rows), plan.rows)]
     if plan.body.baseline:
         passes.append(plan.prompt_pass(None, plan.rows))
-    return BegunPass(passes, partial(finish, plan))
+    return PreparedAnswer(passes, partial(make_answer, plan))
 
 
 @torch.inference_mode()
-def finish(plan: LogitsPlan, logits: Sequence[Tensor], timings: PassTimings) -> PassAnswer:
+def make_answer(plan: LogitsPlan, logits: Sequence[Tensor], timings: PassTimings) -> PassAnswer:
     """Describe the logits (R, V) of each pass."""
     found, *plain = (each.float() for each in logits)
     tensors = select(plan, found)

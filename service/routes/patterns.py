@@ -12,17 +12,9 @@ from torch import Tensor
 from forwardscope.results.passes import PassTimings, PatternMap, PatternMeans, Patterns
 from model.tracing.stages import Stage
 from model.tracing.tap import Chain, Recorder
-from service.answers.passes import BegunPass, PassAnswer
-from service.answers.pattern_maps import (
-    STEPS,
-    PatternPlan,
-    encode_map,
-    make_budget,
-    mean_weights,
-    planner,
-    reduce_blocks,
-)
-from service.answers.prompt_passes import answer_prompts
+from service.answers.passes import PassAnswer, PreparedAnswer
+from service.answers.pattern_maps import STEPS, PatternPlan, PatternPlanner, encode_map, mean_weights, reduce_blocks
+from service.answers.prompt_passes import PromptInputs, answer_prompts
 from service.answers.subject import find_subject
 from service.http.bodies import JsonRoute
 from service.http.encoding import NAMES
@@ -37,17 +29,10 @@ router = APIRouter(route_class=JsonRoute, tags=["inside"])
 async def patterns(body: PatternsRequest, request: Request, state: StateDep) -> Response:
     arrived = time.perf_counter()
     subject = find_subject(state, body.model, body.adapter)
-    return await answer_prompts(
-        body,
-        [body.prompt],
-        request,
-        state,
-        subject,
-        arrived,
-        planner=partial(planner, body),
-        make_budget=make_budget,
-        begin=begin,
+    inputs = PromptInputs(
+        request=request, state=state, subject=subject, arrived=arrived, body=body, prompts=[body.prompt]
     )
+    return await answer_prompts(inputs, partial(PatternPlanner, body), prepare_answer)
 
 
 class LayerMaps(NamedTuple):
@@ -57,7 +42,7 @@ class LayerMaps(NamedTuple):
     means: list[PatternMeans] | None
 
 
-def begin(plan: PatternPlan) -> BegunPass:
+def prepare_answer(plan: PatternPlan) -> PreparedAnswer:
     """The pass. It reduces each map at once, and computes the logits of one position only: no map depends on them."""
     sizes = plan.subject.sizes(len(plan.ids))
 
@@ -70,11 +55,11 @@ def begin(plan: PatternPlan) -> BegunPass:
     rows = [len(plan.ids) - 1] if plan.subject.example is None else None  # a worked example is small
     edits = plan.tap(rows)
     prompt_pass = plan.prompt_pass(recorder if edits is None else Chain(edits, recorder), rows)
-    return BegunPass([prompt_pass], lambda _, timings: finish(plan, recorder.kept, timings))
+    return PreparedAnswer([prompt_pass], lambda _, timings: make_answer(plan, recorder.kept, timings))
 
 
 @torch.inference_mode()
-def finish(plan: PatternPlan, computed: Mapping[str, LayerMaps], timings: PassTimings) -> PassAnswer:
+def make_answer(plan: PatternPlan, computed: Mapping[str, LayerMaps], timings: PassTimings) -> PassAnswer:
     """Describe the maps of each stage."""
     dtype: Any = plan.body.dtype or NAMES[next(iter(computed.values())).values.dtype]
     maps = tuple(

@@ -414,16 +414,16 @@ class TestLensJobs:
         run, decode = Worker.run, Transformer.compute_logits
 
         def counted(worker: Worker, job: Any) -> Any:
-            name = "begin" if hasattr(job, "begin") else "__call__"
-            begin = getattr(job, name)
+            name = "prepare_passes" if hasattr(job, "prepare_passes") else "__call__"
+            method = getattr(job, name)
 
-            def counted_begin() -> Any:
+            def counted_method() -> Any:
                 jobs.append(0)
-                return begin()
+                return method()
 
             if name == "__call__":
-                return run(worker, counted_begin)
-            job.begin = counted_begin
+                return run(worker, counted_method)
+            job.prepare_passes = counted_method
             return run(worker, job)
 
         def noted(model: Transformer, residual: torch.Tensor, *rest: Any) -> torch.Tensor:

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from forwardscope.results.passes import PassTimings
 from model.text.tokenizer import Tokenizer
 from model.worked_examples import WORKED_EXAMPLES, WorkedExample, worked_example
-from service.answers.forward_plan import ForwardPlan, make_budget, planner
+from service.answers.forward_plan import ForwardPlan, ForwardPlanner
 from service.answers.passes import SAFETENSORS_MEDIA_TYPE, Encoder
 from service.answers.prompt_passes import PromptPlan
 from service.answers.subject import find_subject
 from service.http.encoding import Encoding, json_array, to_json, value_bytes
 from service.http.forward_schemas import ForwardRequest
-from service.routes.forward import begin
+from service.routes.forward import prepare_answer
 from service.state import State
 from tests.service.checkpoints import CONTEXT, NUM_TOKENS, VOCAB_SIZE, write_checkpoint
 from tests.service.running import Running, Start
@@ -34,17 +34,18 @@ def plan_of(body: ForwardRequest, state: State, as_safetensors: bool) -> Forward
     subject = find_subject(state, body.model, body.adapter)
     assert not isinstance(body.prompt, str)
     prompt_ids: list[Any] = list(body.prompt)
-    return planner(body, subject, 1, False, as_safetensors)(0, PromptPlan(subject=subject, ids=prompt_ids))
+    planner = ForwardPlanner(body, subject, 1, False, as_safetensors)
+    return planner.plan(0, PromptPlan(subject=subject, ids=prompt_ids))
 
 
 def size_of(plan: ForwardPlan) -> int:
     """The size of the answer, encoded as the route does."""
     encoder = Encoder(is_list=False, as_safetensors=plan.encoding == "safetensors")
-    begun = begin(plan)
+    prepared = prepare_answer(plan)
     with torch.inference_mode():
-        logits = [each.compute() for each in begun.passes]
-    encoder.add(begun.finish(logits, PassTimings(0.0, 0.0)))
-    return len(encoder.finish())
+        logits = [each.compute() for each in prepared.passes]
+    encoder.add(prepared.make_answer(logits, PassTimings(0.0, 0.0)))
+    return len(encoder.encode())
 
 
 class TestForward:
@@ -80,7 +81,7 @@ class TestForward:
             encoding="json" if as_safetensors else data.draw(st.sampled_from(["json", "base64"])),
         )
         plan = plan_of(body, tiny.state, as_safetensors)
-        assert size_of(plan) <= make_budget(plan).response_bytes
+        assert size_of(plan) <= ForwardPlanner.make_budget(plan).response_bytes
 
     @pytest.mark.parametrize("encoding", ["json", "base64", "safetensors"])
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,7 +91,7 @@ class TestForward:
         body = {"prompt": [1] * CONTEXT, "stages": ["logits"], "detail": "values", "top_k": 0, "dtype": dtype}
         body |= {"encoding": "base64"} if encoding == "base64" else {}
         plan = plan_of(ForwardRequest.model_validate(body), tiny.state, encoding == "safetensors")
-        estimate, size = make_budget(plan).response_bytes, size_of(plan)
+        estimate, size = ForwardPlanner.make_budget(plan).response_bytes, size_of(plan)
         assert size <= estimate <= 2 * size + 64 * CONTEXT * 3
 
     @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -110,7 +111,7 @@ class TestForward:
         service = start(model=str(write_checkpoint(tmp_path, extra_token="-" * 4000)))
         body = ForwardRequest(prompt=[NUM_TOKENS] * CONTEXT, stages=["embed"], detail="none", top_k=0)
         plan = plan_of(body, service.state, as_safetensors)
-        assert size_of(plan) <= make_budget(plan).response_bytes
+        assert size_of(plan) <= ForwardPlanner.make_budget(plan).response_bytes
 
     def test_a_request_over_the_limit_is_refused_before_any_pass_and_the_message_says_what_to_reduce(
         self, tiny_directory: Path, start: Start
@@ -130,14 +131,14 @@ class TestForward:
             assert "20000" in error["message"]
             assert hint in error["message"].partition("reduce")[2]
         plan = plan_of(ForwardRequest(**body), service.state, False)
-        assert str(make_budget(plan).response_bytes) in responses[0].json()["error"]["message"]
+        assert str(ForwardPlanner.make_budget(plan).response_bytes) in responses[0].json()["error"]["message"]
         assert service.metric("trace_refused_total") == 3
         narrow = body | {"stages": ["blocks.0.attn.pattern"], "heads": [0], "positions": [0]}
         assert service.post("/forward", narrow).status_code == 200
 
     def test_an_estimate_equal_to_the_limit_is_allowed(self, tiny_directory: Path, start: Start, tiny: Running) -> None:
         body: dict[str, Any] = {"prompt": PROMPT, "stages": ["embed"], "detail": "values"}
-        estimate = make_budget(plan_of(ForwardRequest(**body), tiny.state, False)).response_bytes
+        estimate = ForwardPlanner.make_budget(plan_of(ForwardRequest(**body), tiny.state, False)).response_bytes
         at = start(model=str(tiny_directory), max_response_bytes=estimate)
         below = start(model=str(tiny_directory), max_response_bytes=estimate - 1)
         assert (at.post("/forward", body).status_code, below.post("/forward", body).status_code) == (200, 413)

@@ -137,10 +137,10 @@ def test_an_error_keeps_nothing_of_the_jobs_that_share_the_pass() -> None:
         def __init__(self, error: Exception | None = None) -> None:
             self.error = error
 
-        def begin(self) -> list[PromptPass]:
+        def prepare_passes(self) -> list[PromptPass]:
             return []
 
-        def finish(self, logits: Sequence[Tensor], seconds: float) -> str:
+        def make_result(self, logits: Sequence[Tensor], seconds: float) -> str:
             if self.error is not None:
                 raise self.error
             return "a result"

@@ -96,7 +96,7 @@ def test_an_error_inside_a_request_is_logged_with_the_id_of_the_request(
     handler = Lines()
     logging.getLogger().addHandler(handler)
     try:
-        monkeypatch.setattr("service.routes.logits.begin", log_and_fail)
+        monkeypatch.setattr("service.routes.logits.prepare_answer", log_and_fail)
         response = tiny.post("/logits", {"prompt": [1]}, headers={"X-Request-Id": "mine"})
         wait_until(lambda: len(lines) >= 2, "the lines are written")
     finally:

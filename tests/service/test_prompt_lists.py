@@ -110,16 +110,16 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_requests_are_served_between_the_passes_of_a_list(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes of others do not wait for the whole list, which would run for many times as long."""
     order: list[int] = []
-    original = forward.begin
+    original = forward.prepare_answer
     started = threading.Event()
 
-    def begin(plan: Any) -> Any:
+    def prepare_answer(plan: Any) -> Any:
         order.append(len(plan.ids))
         started.set()
         threading.Event().wait(0.02)
         return original(plan)
 
-    monkeypatch.setattr(forward, "begin", begin)
+    monkeypatch.setattr(forward, "prepare_answer", prepare_answer)
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(tiny.answer, "/forward", prompt=[[1, 2]] * 50, stages="embed")
         assert started.wait(PATIENCE_SECONDS)
@@ -150,10 +150,10 @@ def test_a_shutdown_waits_for_the_rest_of_a_list_within_the_grace_period_only(
 ) -> None:
     service = start(model=str(tiny_directory))
     started, released = threading.Event(), threading.Event()
-    original = forward.begin
+    original = forward.prepare_answer
     num_passes = 0
 
-    def begin(plan: Any) -> Any:
+    def prepare_answer(plan: Any) -> Any:
         nonlocal num_passes
         num_passes += 1
         started.set()
@@ -161,7 +161,7 @@ def test_a_shutdown_waits_for_the_rest_of_a_list_within_the_grace_period_only(
         time.sleep(0.005)
         return original(plan)
 
-    monkeypatch.setattr(forward, "begin", begin)
+    monkeypatch.setattr(forward, "prepare_answer", prepare_answer)
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(service.post, "/forward", {"prompt": [[1, 2]] * 50, "stages": "embed"})
         assert started.wait(PATIENCE_SECONDS)

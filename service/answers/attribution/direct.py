@@ -16,7 +16,7 @@ from service.answers.attribution.edits import bind, edits_bytes, plan_edits
 from service.answers.attribution.gradient_jobs import NEEDS_WHOLE_WEIGHTS, Copied, answer_gradients
 from service.answers.attribution.question import Question, read_logit
 from service.answers.budget import Budget, pass_bytes
-from service.answers.passes import Pass, PassAnswer, answer_passes
+from service.answers.passes import PassAnswer, PendingAnswer, answer_passes
 from service.http.attribute_schemas import DirectRequest
 from service.http.errors import invalid
 
@@ -51,9 +51,9 @@ async def answer_direct(body: DirectRequest, question: Question) -> Response:
         head = question.head(results.DirectAttribution, model.embed.weight.dtype, waited, seconds, edits[0])
         return PassAnswer(results.DirectAttribution(**head, **direct_fields(question, target, found)), {})
 
-    passes = [Pass.alone(len(question.ids), run)]
+    answers = [PendingAnswer.alone(len(question.ids), run)]
     response = await answer_passes(
-        question.request, question.state, passes, budget=budget, is_list=False, as_safetensors=False
+        question.request, question.state, answers, budget=budget, is_list=False, as_safetensors=False
     )
     question.state.metrics.attributions.labels("direct").inc()
     return response

@@ -16,11 +16,11 @@ Plans = Sequence[EditPlan | None]
 async def plan_edits(question: Question, edits: Sequence[Edit], *prompts: Sequence[int]) -> Plans:
     """Check the edits for each prompt."""
     runs = [(list(each), None) for each in prompts]
-    planner = await read_edits(edits, runs, question.request, question.state, question.checkpoint)
-    if planner is None:
+    edit_planner = await read_edits(edits, runs, question.request, question.state, question.checkpoint)
+    if edit_planner is None:
         return [None] * len(prompts)
-    num_checks = len(prompts) * planner.num_checks
-    return await run_plan(question.state, num_checks, lambda: [planner.plan(ids, len(ids)) for ids, _ in runs])
+    num_checks = len(prompts) * edit_planner.num_checks
+    return await run_plan(question.state, num_checks, lambda: [edit_planner.plan(ids, len(ids)) for ids, _ in runs])
 
 
 def edits_bytes(plans: Plans) -> int:

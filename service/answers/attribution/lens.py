@@ -12,7 +12,7 @@ from model.analysis.attribution.logit_lens import LensPart, LensResult, LensRun,
 from service.answers.attribution.edits import Plans, bind, edits_bytes, plan_edits
 from service.answers.attribution.question import Question, read_token
 from service.answers.budget import Budget, ResponseContents, pass_bytes
-from service.answers.passes import Pass, PassAnswer, answer_passes
+from service.answers.passes import PassAnswer, PendingAnswer, answer_passes
 from service.answers.prompts import find_positions, longest_token_bytes, token_text
 from service.http.attribute_schemas import LogitLensRequest
 from service.http.errors import ApiError, invalid
@@ -36,7 +36,7 @@ class LensAnswer:
         work: list[Callable[[], None]] = [self._run.run_pass, *parts]
         return [partial(self._timed, each) for each in work]
 
-    def finish(self, waited: float) -> PassAnswer:
+    def make_answer(self, waited: float) -> PassAnswer:
         question = self._question
         dtype = question.checkpoint.model.embed.weight.dtype
         answer = LogitLens(
@@ -94,11 +94,11 @@ async def answer_lens(body: LogitLensRequest, question: Question) -> Response:
         edits=bound,
     )
     answer = LensAnswer(run, question, positions, token, edits)
-    passes = [Pass.alone(len(question.ids), answer.finish, answer.jobs())]
+    answers = [PendingAnswer.alone(len(question.ids), answer.make_answer, answer.jobs())]
     response = await answer_passes(
         question.request,
         state,
-        passes,
+        answers,
         budget=budget,
         is_list=False,
         as_safetensors=False,
