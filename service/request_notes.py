@@ -21,7 +21,7 @@ class RequestNotes:
     """The notes, each with the module that writes it."""
 
     chunk_writer: "ChunkWriter | None" = None
-    """Writes parts of a response to the connection at once (connections.py)."""
+    """Writes parts of a response to the connection (connections.py), for sse.py and answers/generation.py."""
     span: RequestSpan | None = None
     """The span of the request, if there are spans, and it has one (request_spans.py)."""
     ids: RequestIds | None = None
@@ -33,7 +33,7 @@ class RequestNotes:
     num_tokens: tuple[int, int] | None = None
     """The tokens of the prompt and the generated ones (`note_tokens` of access_log.py)."""
     is_edited: bool = False
-    """Whether the request has edits (answers/source_passes.py)."""
+    """Whether the request has edits (answers/edits.py)."""
     error_code: str | None = None
     """The code of the error in the response (errors.py), or in its stream (sse.py)."""
     hooks: Hooks | None = None

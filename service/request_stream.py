@@ -33,7 +33,7 @@ class Control(Protocol):
 class RequestStream:
     """A queue of the outputs of some requests of the engine. It ends when every choice of every request has ended.
 
-    The worker calls `put` on the event loop's thread. If the client reads too slowly, the requests are paused.
+    `Worker._deliver` calls `put` on the event loop's thread. If the client reads too slowly, the requests are paused.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class RequestStream:
         """The choices of each request that have not ended."""
         self._num_choices = sum(map(len, self.open_choices.values()))
         self._reservation = Reservation(buffers)
-        self._write_at_once: Callable[[Output], bool] = lambda output: False
+        self._write_directly: Callable[[Output], bool] | None = None
         self._unread: deque[Output] = deque()
         self._unread_bytes = 0
         self._paused = False
@@ -59,16 +59,16 @@ class RequestStream:
         self._arrival: asyncio.Future[None] | None = None  # of the next output, while `batches` waits for it
         self._timer = asyncio.get_running_loop().call_later(timeout_seconds, self.cancel, "timeout")
 
-    async def batches(
-        self, write_at_once: Callable[[Output], bool] = lambda output: False
-    ) -> AsyncIterator[list[Output]]:
-        """Yield the outputs as they arrive, until every choice has ended: those that wait, up to `BATCH_BYTES`.
+    def write_directly_with(self, write: Callable[[Output], bool]) -> None:
+        """Let `put` pass outputs to `write` that have only new tokens, while `batches` waits for the next output.
 
-        An output that has only new tokens does not wait for the task that reads this, if nothing earlier does: `put`
-        passes it to `write_at_once`, and only if that returns False is it yielded. Waking the task takes as long as
+        `batches` yields only those for which `write` returns False. Waking the task that reads it would take as long as
         writing a token.
         """
-        self._write_at_once = write_at_once
+        self._write_directly = write
+
+    async def batches(self) -> AsyncIterator[list[Output]]:
+        """Yield the outputs as they arrive, until every choice has ended: those that wait, up to `BATCH_BYTES`."""
         num_ended = 0
         while num_ended < self._num_choices:
             while not self._unread:
@@ -86,7 +86,7 @@ class RequestStream:
     def put(self, output: Output) -> None:
         """Add an output of the worker."""
         is_awaited = self._arrival is not None and not self._arrival.done()  # then no earlier output is unread
-        if not (self._is_closed or (is_awaited and self._can_skip_queue(output) and self._write_at_once(output))):
+        if not (self._is_closed or (is_awaited and self._is_written_directly(output))):
             self._unread.append(output)
             self._count(_size(output))
             if self._arrival is not None and is_awaited:
@@ -96,8 +96,10 @@ class RequestStream:
             if not any(self.open_choices.values()):
                 self._timer.cancel()
 
-    def _can_skip_queue(self, output: Output) -> bool:
-        return output.end is None and output.error is None and output.trace is None and not output.prompt_tokens
+    def _is_written_directly(self, output: Output) -> bool:
+        if output.end is not None or output.error is not None or output.trace is not None or output.prompt_tokens:
+            return False
+        return self._write_directly is not None and self._write_directly(output)
 
     def close(self) -> None:
         """Cancel the choices that have not ended, and drop all unread outputs.

@@ -30,11 +30,13 @@ from service.answers.prompts import token_text
 from service.answers.request_phases import GenerationReport, add_generation
 from service.answers.step_trace_answers import TracePlan, trace_answer
 from service.http.access_log import note_tokens
+from service.http.chunk_writer import ChunkWriter
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import ApiError, unexpected
 from service.http.sse import DONE, error_content, error_event
 from service.request_notes import notes_of, recorded_span
+from service.request_stream import RequestStream
 from service.state import get_reservation
 
 logger = logging.getLogger(__name__)
@@ -52,16 +54,12 @@ class ChoiceOutput:
 
 
 class Generation:
-    """The running requests of one HTTP request. The caller must call `close`.
+    """The running requests of one HTTP request, with the `stream` of their outputs. The caller must call `close`."""
 
-    The constructor reserves memory, and admits the requests to the worker. It raises 429 if there is no room, and 503
-    on shutdown.
-    """
-
-    def __init__(self, plan: GenerationPlan, inputs: Inputs) -> None:
-        request, state, checkpoint, arrived = inputs.request, inputs.state, inputs.checkpoint, inputs.arrived
+    def __init__(self, plan: GenerationPlan, inputs: Inputs, stream: RequestStream) -> None:
+        request, checkpoint = inputs.request, inputs.checkpoint
         self.id = plan.id
-        self.arrived = arrived
+        self.arrived = inputs.arrived
         self.params = plan.requests[0].params
         self.prompts = [request.prompt_ids for request in plan.requests]
         self.num_choices = len(plan.requests) * self.params.n
@@ -74,17 +72,16 @@ class Generation:
         self._num_generated = [0] * self.num_choices  # tokens of each choice so far
         self._request = request
         self.text_of = partial(token_text, checkpoint)
-        self._state = state
+        self._state = inputs.state
         self._trace_plan = plan.trace
         self._first_choice = {request.id: i * self.params.n for i, request in enumerate(plan.requests)}
         self._reservation = get_reservation(request)
         self._reserved = plan.reserved_bytes
-        self._reservation.reserve(self._reserved)
         self._report = GenerationReport(
             plan.id, self.model_name, self.params, self.num_prompt, self.num_choices, inputs.options.is_chat
         )
         self._is_closed = False
-        self._stream = state.worker.admit(plan.requests, arrived)
+        self._stream = stream
 
     @property
     def num_prompt(self) -> int:
@@ -114,14 +111,9 @@ class Generation:
             add_generation(span, self._report, list(self._stream.progress.values()), time.perf_counter())
         self._is_closed = True
 
-    async def batches(
-        self, write_at_once: Callable[[Output], bool] = lambda output: False
-    ) -> AsyncIterator[list[ChoiceOutput]]:
-        """Yield the outputs that wait, with their traces as JSON, until every choice has ended.
-
-        Those that `write_at_once` has written are not yielded (see `RequestStream.batches`).
-        """
-        async for outputs in self._stream.batches(write_at_once):
+    async def batches(self) -> AsyncIterator[list[ChoiceOutput]]:
+        """Yield the outputs that wait, with their traces as JSON, until every choice has ended."""
+        async for outputs in self._stream.batches():
             yield [self._receive(output, await self._encode_trace(output)) for output in outputs]
 
     def _receive(self, output: Output, trace: orjson.Fragment | None) -> ChoiceOutput:
@@ -194,7 +186,8 @@ class Generation:
     ) -> AsyncGenerator[bytes]:
         """Yield Server-Sent Events: those that `write` makes of each output, those of `write_last`, and `done`.
 
-        The events of all outputs that wait are one item. A choice that fails ends with the event of `write_error`.
+        The events of all outputs that wait are one item. A choice that fails ends with the event of `write_error`. Most
+        outputs with only new tokens are not yielded: the `ChunkWriter` of the connection writes their events directly.
         """
 
         def events_of(output: ChoiceOutput) -> bytes:
@@ -203,23 +196,11 @@ class Generation:
             content = error_content(notes, generation_error(output.result.error))
             return write_error({"id": self.id, "choice": output.index} | content)
 
-        def write_at_once(output: Output) -> bool:
-            try:
-                if writer is None or not writer.is_ready:
-                    return False
-                if events := events_of(self._receive(output, None)):
-                    writer.write(events)
-                return True
-            except Exception:  # a bug; `batches` yields the output again, and below the error is reported
-                # The worker calls this outside of the request's task.
-                extra = {"request_ids": notes.ids}
-                logger.exception("an event of generation %s was not written at once", self.id, extra=extra)
-                return False
-
         notes = notes_of(self._request.scope)
-        writer = notes.chunk_writer
+        if notes.chunk_writer is not None:
+            self._stream.write_directly_with(partial(self._write_directly, notes.chunk_writer, events_of))
         try:
-            async for outputs in self.batches(write_at_once):
+            async for outputs in self.batches():
                 if events := b"".join(map(events_of, outputs)):
                     yield events
             for last in write_last():
@@ -231,6 +212,20 @@ class Generation:
             yield write_error({"id": self.id} | error_content(notes, unexpected(error)))
         if done:
             yield done
+
+    def _write_directly(self, writer: ChunkWriter, events_of: Callable[[ChoiceOutput], bytes], output: Output) -> bool:
+        """Write the events of an output to the connection. False if `events` must yield them."""
+        try:
+            if not writer.is_ready:
+                return False
+            if content := events_of(self._receive(output, None)):
+                writer.write(content)
+            return True
+        except Exception:  # a bug; `batches` yields the output again, and `events` reports the error
+            # The worker calls this outside of the request's task.
+            extra = {"request_ids": notes_of(self._request.scope).ids}
+            logger.exception("an event of generation %s was not written at once", self.id, extra=extra)
+            return False
 
     def timings(self) -> GenerationTimings:
         progress = self._stream.progress[next(iter(self._first_choice))]
@@ -244,7 +239,9 @@ async def start_generation(inputs: Inputs) -> Generation:
     Raises 400 for a wrong field, 413 for an answer that would be too large, 429 if there is no room, and 503 on
     shutdown.
     """
-    return Generation(await plan_generation(inputs), inputs)
+    plan = await plan_generation(inputs)
+    get_reservation(inputs.request).reserve(plan.reserved_bytes)
+    return Generation(plan, inputs, inputs.state.worker.admit(plan.requests, inputs.arrived))
 
 
 async def whole_answer(request: Request, generation: Generation, answer: Coroutine[Any, Any, bytes]) -> Response:

@@ -9,8 +9,7 @@ class ChunkWriter:
     """Writes parts of the body of one response: the same bytes as its ASGI `send`, in a quarter of the time.
 
     ASGI middleware may change or note the head of a response and its end, but not the parts of a streamed body between
-    them. Two writers use this: `EventStream` of sse.py, and for
-    most tokens `Generation.events` of answers/generation.py.
+    them. `Generation.events` of answers/generation.py writes most tokens with this, `EventStream` of sse.py the rest.
     """
 
     def __init__(self, parser: HttpParser, cycle: RequestResponseCycle) -> None:

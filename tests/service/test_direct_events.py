@@ -127,15 +127,16 @@ def test_an_output_skips_the_queue_only_if_it_is_awaited_and_accepted(accepts: b
         at_once: list[int] = []
         queued: list[int] = []
 
-        def write_at_once(output: Output) -> bool:
+        def write(output: Output) -> bool:
             if accepts:
                 at_once.append(output.num_generated)
             return accepts
 
         async def read() -> None:
-            async for batch in stream.batches(write_at_once):
+            async for batch in stream.batches():
                 queued.extend(output.num_generated for output in batch)
 
+        stream.write_directly_with(write)
         stream.put(Output("one", 0, num_generated=1))  # nobody waits yet
         reading = asyncio.create_task(read())
         await asyncio.sleep(0)
