@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, RootModel
 
 from service.http.edit_schemas import Vector
-from service.http.field_types import Indices, Prompt, Request, ShortText, Text, TokenId, at_most
+from service.http.field_types import Indices, Prompt, ShortText, StrictBody, Text, TokenId, at_most
 from service.http.forward_schemas import TargetIds
 from service.http.schemas import EditedRequest, Globs, Positions
 
@@ -79,7 +79,7 @@ class IntegratedGradientsRequest(TargetRequest):
     )
 
 
-class PatchRequest(Request):
+class PatchRequest(StrictBody):
     """The patches of a request, from the pass over `prompt` into the pass over `corrupted`."""
 
     corrupted: Prompt = Field(

@@ -5,13 +5,13 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from model.choices import Kernels, Quantization
-from service.http.field_types import Prompt, Request, ShortText, at_most
+from service.http.field_types import Prompt, ShortText, StrictBody, at_most
 from service.http.schemas import PROMPT, ModelRequest, example
 
 MAX_MAPPED = 4096  # names of tensors in a comparison
 
 
-class CompareSetting(Request):
+class CompareSetting(StrictBody):
     """The served model with other settings. A setting that is left out is as served."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -19,7 +19,7 @@ class CompareSetting(Request):
     kernels: Kernels | None = None
 
 
-class CompareSource(Request):
+class CompareSource(StrictBody):
     """The other side of a comparison with the served model. Exactly one of the fields is set."""
 
     tensors: str | None = Field(None, description="a safetensors file of stages, as base64")

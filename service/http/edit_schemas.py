@@ -19,7 +19,7 @@ from model.tracing.edits import Op
 from model.tracing.edits.operands import LARGEST
 from model.tracing.edits.planner import MAX_EDITS
 from model.tracing.edits.positions import PositionWord
-from service.http.field_types import Indices, Prompt, Request, ShortText, Text, at_most
+from service.http.field_types import Indices, Prompt, ShortText, StrictBody, Text, at_most
 
 MAX_POSITIONS = 4096  # entries of one list of positions; a range is one entry
 MAX_SOURCES = 64  # prompts of one mean
@@ -80,7 +80,7 @@ NUMBERS_SCHEMA = {
 NumberLists = Annotated[list[Any], AfterValidator(check_numbers), WithJsonSchema(NUMBERS_SCHEMA)]
 
 
-class EncodedTensor(Request):
+class EncodedTensor(StrictBody):
     """Numbers as base64 of their little-endian bytes in row-major order."""
 
     data: Text
@@ -112,7 +112,7 @@ Vector = Annotated[
 SUBSPACE: Any = Field(None, description="vectors (k, D) that span a subspace; only the component in it is changed")
 
 
-class EditSourceRequest(Request):
+class EditSourceRequest(StrictBody):
     """Another prompt, or several for a mean, from whose unedited passes values are taken."""
 
     prompt: Prompt | None = None
@@ -130,7 +130,7 @@ class EditSourceRequest(Request):
         return self
 
 
-class ConditionRequest(Request):
+class ConditionRequest(StrictBody):
     """The edit applies from the first position on with one of these tokens, or at which the product of the row of a
     stage and a vector is above a number.
     """
@@ -142,7 +142,7 @@ class ConditionRequest(Request):
     positions: PositionSpec = Field("all", description="positions at which the condition is checked")
 
 
-class EditRequest(Request):
+class EditRequest(StrictBody):
     """The fields that all edits have."""
 
     stage: ShortText = Field(description="a glob over the stage names of GET /model")

@@ -45,7 +45,9 @@ Prompt = Annotated[
 ]
 
 
-class Request(BaseModel):
+class StrictBody(BaseModel):
+    """The base of all JSON objects of requests, and of queries."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from service.http.edit_schemas import SCALES, Scales
-from service.http.field_types import Indices, Prompt, Request, ShortText, Text, TokenId, at_most
+from service.http.field_types import Indices, Prompt, ShortText, StrictBody, Text, TokenId, at_most
 from service.http.schemas import PROMPT, EditedRequest, Globs, Positions, example
 
 ChoiceText = Annotated[Text, Field(min_length=1, max_length=1 << 12)]
@@ -16,7 +16,7 @@ BadWord = Annotated[Text, Field(min_length=1, max_length=200)]
 MAX_GRAMMAR_BYTES = 1 << 16
 
 
-class TraceRequest(Request):
+class TraceRequest(StrictBody):
     """The trace of a generation, including the steps of the prompt: stages, predictions, and the logit lens."""
 
     stages: Globs | None = Field(
@@ -42,7 +42,7 @@ class TraceRequest(Request):
     )
 
 
-class StructuredOutputs(Request):
+class StructuredOutputs(StrictBody):
     """A constraint on the generated text. Exactly one of the fields is set."""
 
     json_schema: dict[str, Any] | Annotated[Text, Field(max_length=MAX_GRAMMAR_BYTES)] | None = Field(

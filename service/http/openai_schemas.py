@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_origin
 from pydantic import BaseModel, ConfigDict, Field, Tag, model_validator
 
 from service.http.field_names import alternatives
-from service.http.field_types import Request, ShortText, Text, TokenIds, at_most
+from service.http.field_types import ShortText, StrictBody, Text, TokenIds, at_most
 from service.http.generate_schemas import MAX_TOP_K, GenerationRequest
 from service.http.schemas import PROMPT, PROMPT_KIND, example
 
@@ -48,7 +48,7 @@ def _is_object(kind: Any) -> bool:
     return kind is dict or (isinstance(kind, type) and issubclass(kind, BaseModel))
 
 
-class Nullable(Request):
+class Nullable(StrictBody):
     """An object of a client's request, whose unknown fields may be left out.
 
     A field that is null has its default. As some programming languages have only one kind of number, or write an empty

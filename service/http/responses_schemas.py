@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from service.http.field_types import Request, ShortText, Text, at_most
+from service.http.field_types import ShortText, StrictBody, Text, at_most
 from service.http.openai_schemas import (
     MAX_MESSAGES,
     MAX_TOP,
@@ -182,7 +182,7 @@ class Reasoning(Nullable):
     effort: ShortText | None = Field(None, description="passed to a chat template that uses it")
 
 
-class ItemsQuery(Request):
+class ItemsQuery(StrictBody):
     """The query of GET /v1/responses/{response_id}/input_items."""
 
     after: ShortText | None = Field(None, description="list the items after this one")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from service.http.edit_schemas import Edits
-from service.http.field_types import Request, ShortText, Text, TokenIds, at_most
+from service.http.field_types import ShortText, StrictBody, Text, TokenIds, at_most
 
 PROMPT = "the cat sat on"
 
@@ -49,7 +49,7 @@ Prompts = Annotated[
 ]
 
 
-class ModelRequest(Request):
+class ModelRequest(StrictBody):
     """A request that may name its model, because clients for several models always do."""
 
     model: ShortText | None = Field(

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from service.http.field_types import Request, ShortText, Text
+from service.http.field_types import ShortText, StrictBody, Text
 
 MAX_TEXT = 8192  # characters of the indices of one dim
 Indices = Annotated[
@@ -16,7 +16,7 @@ Indices = Annotated[
 ]
 
 
-class WeightsQuery(Request):
+class WeightsQuery(StrictBody):
     model: ShortText | None = Field(
         None, description="the served model (default), one of its adapters, or a worked example; see GET /models"
     )
