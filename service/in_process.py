@@ -19,7 +19,7 @@ from forwardscope.call import HOOKS
 from model.checkpoints.load import Checkpoint
 from model.choices import KVCacheDtype
 from service.app import add_gate, add_routes
-from service.loading import close, serve
+from service.loading import close, set_up
 from service.network_jobs import Work
 from service.request_notes import notes_of
 from service.settings import Settings
@@ -112,7 +112,7 @@ async def start(checkpoint: Checkpoint, kv_cache_dtype: KVCacheDtype) -> FastAPI
     app, state = FastAPI(openapi_url=None), State(settings)
     add_routes(app, state)
     add_gate(app, state)
-    await serve(state, checkpoint, None)
+    await set_up(state, checkpoint, None)
     state.loaded.set()
     return app
 

@@ -52,7 +52,7 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
         await state.worker.run(lambda: set_num_threads(threads))
         checkpoint = await state.worker.run_detached(lambda: load_model(state.settings, state.ranks))
         if checkpoint is not None:
-            await serve(state, checkpoint, on_failure)
+            await set_up(state, checkpoint, on_failure)
     except Exception as error:  # a service that will never be ready must end, whatever the reason
         expected = isinstance(error, (ValueError, OSError))
         reason = str(error).removeprefix(f"{state.settings.model}: ")
@@ -66,7 +66,7 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
         await state.worker.run_detached(state.engine.populate_cache)  # takes up to seconds, and requests need not wait
 
 
-async def serve(state: State, checkpoint: Checkpoint, on_failure: Callable[[], None] | None) -> None:
+async def set_up(state: State, checkpoint: Checkpoint, on_failure: Callable[[], None] | None) -> None:
     """Build the engine of a loaded checkpoint, and everything else that its requests need."""
     state.checkpoint = checkpoint
     state.translators = await state.worker.run_detached(lambda: load_lens(checkpoint, state.settings))
@@ -78,7 +78,7 @@ async def serve(state: State, checkpoint: Checkpoint, on_failure: Callable[[], N
         state.slow_grammars = await state.worker.run_detached(read)
         state.grammars = state.slow_grammars.quick()
     state.engine = await state.worker.run_detached(lambda: build_engine(checkpoint, state.settings))
-    state.worker.serve(state.engine, lambda: fail(state, "the engine failed", on_failure))
+    state.worker.use_engine(state.engine, lambda: fail(state, "the engine failed", on_failure))
 
 
 def num_threads(settings: Settings) -> int:

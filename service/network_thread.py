@@ -50,7 +50,7 @@ class NetworkThread:
         self._thread = threading.Thread(target=self._work, name="network", daemon=True)
         self._thread.start()
 
-    def serve(self, engine: Engine) -> None:
+    def use_engine(self, engine: Engine) -> None:
         """Run the steps of `engine` from now on."""
         self._loop = asyncio.get_running_loop()
 

@@ -180,6 +180,6 @@ async def series(state: State, arrived: float) -> AsyncIterator[None]:
         raise timed_out(state.settings.request_timeout_seconds) from None
 
 
-async def run_plan(state: State, num_checks: int, make_plan: Callable[[], Result]) -> Result:
-    """Call `make_plan`, outside the event loop if it makes many checks: of stop strings, globs, prompts or edits."""
-    return await state.worker.executors.run("bodies", make_plan) if num_checks > FEW_CHECKS else make_plan()
+async def run_here_or_on_thread(state: State, num_checks: int, job: Callable[[], Result]) -> Result:
+    """Run a job, outside the event loop if it makes many checks: of stop strings, globs, prompts or edits."""
+    return await state.worker.executors.run("bodies", job) if num_checks > FEW_CHECKS else job()

@@ -59,19 +59,21 @@ class Worker:
         self._has_given_up = False
         self._is_idle = asyncio.Event()
         self._detached: set[threading.Thread] = set()
-        self.network = NetworkThread(self._deliver, self._fail)
+        self.network_thread = NetworkThread(self._deliver, self._fail)
         max_jobs = limits.max_running + limits.max_waiting
-        self.executors = Executors(max_jobs, limits.timeout_seconds, self._note_change, lambda: self.network.has_steps)
+        self.executors = Executors(
+            max_jobs, limits.timeout_seconds, self._note_change, lambda: self.network_thread.has_steps
+        )
 
     # Called by the rest of the service
 
-    def serve(self, engine: Engine, on_failure: Callable[[], None]) -> None:
+    def use_engine(self, engine: Engine, on_failure: Callable[[], None]) -> None:
         """Start to run requests on `engine`. `on_failure` is called if the engine itself fails."""
         self._on_failure = on_failure
         block_size = engine.config.block_size
         num_blocks, adapters = engine.num_cache_tokens // block_size, sorted(engine.adapter_names)
         self._metrics.watch_engine(engine.stats, block_size, num_blocks, adapters, engine.kernels)
-        self.network.serve(engine)
+        self.network_thread.use_engine(engine)
 
     def admit(self, requests: Sequence[Request], arrived: float, *, in_series: bool = False) -> RequestStream:
         """Admit all requests or none. The caller must close the returned stream.
@@ -83,11 +85,11 @@ class Worker:
         self.check_room(num_tokens, num_requests=len(requests), in_series=in_series)
         progress = [RequestTimes(num_prompt=len(request.prompt_ids), arrived=arrived) for request in requests]
         seconds_left = max(0.0, arrived + self._limits.timeout_seconds - time.perf_counter())
-        stream = RequestStream(self.network, requests, progress, seconds_left, self._buffers)
+        stream = RequestStream(self.network_thread, requests, progress, seconds_left, self._buffers)
         self._streams |= dict.fromkeys(stream.requests, stream)
         self._note_change()
         for request in requests:
-            self.network.add(request)
+            self.network_thread.add(request)
         return stream
 
     @contextmanager
@@ -112,7 +114,7 @@ class Worker:
         """
         if self._has_given_up:
             raise draining()
-        future = self.network.submit(job)
+        future = self.network_thread.submit(job)
         self._jobs_in_flight.add(future)
         self._note_change()
         try:
@@ -230,7 +232,7 @@ class Worker:
         for job in tuple(self._jobs_in_flight):
             job.cancel()
         self.executors.close()
-        self.network.close()
+        self.network_thread.close()
 
     # Called by the threads, on the event loop's thread
 

@@ -1,7 +1,7 @@
-"""Edits of a request: read them, and plan them for each prompt.
+"""Edits of a request: read them, plan them for each prompt, and bind them.
 
 `read_edits` tokenizes the prompts of sources and finds named vectors, and `EditPlanner.plan` checks everything against
-the network and one prompt. Then `bind_edits` of source_passes.py runs the passes from which some edits take values.
+the network and one prompt. Then `bind_edits` makes the `BoundEdits` that a pass applies.
 """
 
 import base64
@@ -18,13 +18,16 @@ from torch import Tensor
 from forwardscope.local_results import describe_edits
 from model.checkpoints.load import DTYPES, Checkpoint
 from model.errors import InvalidField
-from model.tracing.edits import Edit, EditCondition, EditPlan, EditSource, plan_edits
+from model.tracing.edits import BoundEdits, Edit, EditCondition, EditPlan, EditSource, plan_edits
 from model.tracing.edits.declared import scaled
+from service.answers.budget import Budget, pass_bytes
 from service.answers.prompts import prompt_ids
+from service.answers.source_passes import check_sources, run_sources, source_key
 from service.http import edit_schemas as schemas
 from service.http.encoding import to_json
 from service.http.errors import invalid
-from service.state import State, get_reservation
+from service.request_notes import notes_of
+from service.state import State, get_reservation, run_here_or_on_thread
 
 Operand = Tensor | Mapping[str, Tensor]
 Run = tuple[Sequence[int], float | None]
@@ -93,7 +96,7 @@ class EditPlanner:
 
     @property
     def num_checks(self) -> int:
-        """An estimate of the time that one plan takes (see `run_plan`)."""
+        """An estimate of the time that one plan takes (see `run_here_or_on_thread`)."""
         return len(self._bodies) + self.num_operand_bytes // BYTES_PER_CHECK
 
     @property
@@ -169,6 +172,48 @@ class EditPlanner:
                 positions=_positions(when.positions),
             ),
         )
+
+
+async def bind_edits(
+    plans: Sequence[EditPlan],
+    request: Request,
+    state: State,
+    checkpoint: Checkpoint,
+    adapter: str | None,
+    arrived: float,
+    max_step_tokens: int | None = None,
+) -> list[BoundEdits]:
+    """Bind the edits of each plan. Only means and patches need passes (source_passes.py).
+
+    The edited passes compute at most `max_step_tokens` positions at a time. Equal plans and equal passes are computed
+    once. Raises 413 if a pass is too large, and the errors of `run_sources`.
+    """
+    notes_of(request.scope).is_edited = True
+    sources = {source_key(each): each for plan in plans for each in plan.sources}
+    check_scores(plans, state, checkpoint, max_step_tokens)
+    check_sources(sources.values(), state, checkpoint)
+    distinct = list({id(plan): plan for plan in plans}.values())
+    num_source_bytes = PLANNED_BYTES * sum(plan.num_source_values for plan in distinct)
+    get_reservation(request).reserve(num_source_bytes)
+    values = await run_sources(sources, request, state, checkpoint, adapter, arrived)
+
+    def bind() -> list[BoundEdits]:
+        bound = {id(plan): plan.bind([values[source_key(each)] for each in plan.sources]) for plan in plans}
+        for each in bound.values():
+            each.prepare()
+        return [bound[id(plan)] for plan in plans]
+
+    num_bytes = num_source_bytes + sum(plan.digest_bytes for plan in distinct)
+    return await run_here_or_on_thread(state, num_bytes // BYTES_PER_CHECK, bind)
+
+
+def check_scores(plans: Sequence[EditPlan], state: State, checkpoint: Checkpoint, max_step_tokens: int | None) -> None:
+    """Raise 413 if the attention scores of an edited pass are too large."""
+    num_heads = checkpoint.model.config.num_heads
+    num_scores = max((plan.num_scores(num_heads, max_step_tokens) for plan in plans), default=0)
+    itemsize = torch.promote_types(checkpoint.model.embed.weight.dtype, torch.float32).itemsize
+    num_bytes = 2 * pass_bytes(num_logits=0, num_scores=num_scores, itemsize=itemsize)  # before and after the edits
+    Budget(0, num_bytes, "the edits of scores and patterns, the prompt or max_tokens").check(state)
 
 
 def operands_of(body: schemas.Edit, field: str) -> dict[str, Any]:

@@ -21,17 +21,16 @@ from model.text.token_rules import TokenRules
 from model.text.transcript import GenerationParams
 from model.tracing.edits import EditPlan
 from service.answers.budget import Budget, total
-from service.answers.edits import EditPlanner, answer_bytes, read_edits
+from service.answers.edits import EditPlanner, answer_bytes, bind_edits, read_edits
 from service.answers.generation_budget import make_budget
 from service.answers.generation_changes import make_changes_budget
 from service.answers.pooling import Pooling
 from service.answers.prompts import check_ids, param_of
-from service.answers.source_passes import bind_edits
 from service.answers.step_trace_answers import TracePlan, plan_trace, traced_stages
 from service.http.errors import invalid, invalid_field
 from service.http.generate_schemas import GenerationRequest
 from service.request_notes import notes_of
-from service.state import State, get_engine, run_plan
+from service.state import State, get_engine, run_here_or_on_thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +103,7 @@ async def plan_generation(inputs: Inputs) -> GenerationPlan:
     runs = list(zip(inputs.prompts, scales, strict=True))
     edit_planner = await read_edits(inputs.body.edits, runs, request, state, checkpoint)
     num_strings = num_preparations(inputs.body, len(inputs.prompts), edit_planner)
-    plan = await run_plan(state, num_strings, lambda: make_plan(inputs, edit_planner))
+    plan = await run_here_or_on_thread(state, num_strings, lambda: make_plan(inputs, edit_planner))
     plan.budget.check(state)
     edit_plans = [each for each in plan.edit_plans if each is not None]
     if not edit_plans:

@@ -20,15 +20,14 @@ from model.tracing.edits import BoundEdits, EditPlan
 from model.tracing.hooks import Hooks
 from model.tracing.tap import Chain, Tap
 from service.answers.budget import Budget, total
-from service.answers.edits import answer_bytes, read_edits
+from service.answers.edits import answer_bytes, bind_edits, read_edits
 from service.answers.passes import PendingAnswer, PreparedAnswer, answer_passes
 from service.answers.prompts import Prompt, param_of
-from service.answers.source_passes import bind_edits
 from service.answers.subject import Subject
 from service.http.errors import invalid
 from service.http.schemas import MAX_PROMPTS, EditedRequest
 from service.request_notes import notes_of
-from service.state import State, run_plan
+from service.state import State, run_here_or_on_thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,4 +190,4 @@ async def plan_prompts(
         return plans, total([budgets[len(plan.ids)] for plan in plans])
 
     num_edit_checks = 0 if edit_planner is None else edit_planner.num_checks
-    return await run_plan(state, inputs.num_globs + num_plans * (1 + num_edit_checks), make_plans)
+    return await run_here_or_on_thread(state, inputs.num_globs + num_plans * (1 + num_edit_checks), make_plans)

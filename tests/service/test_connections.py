@@ -132,7 +132,7 @@ class TestDeadlines:
             with connect(service) as waiting:
                 waiting.sendall(request("/generate", {"prompt": PROMPT}))
                 assert read_all(waiting) == b""
-            wait_until(lambda: service.state.worker.network._posted.qsize() == 2, "it is aborted")
+            wait_until(lambda: service.state.worker.network_thread._posted.qsize() == 2, "it is aborted")
 
 
 class TestNumberOfConnections:
@@ -292,7 +292,7 @@ class TestHalfClosed:
             if reset:
                 gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             gone.close()
-            wait_until(lambda: service.state.worker.network._posted.qsize() == 2, "its cancellation is queued")
+            wait_until(lambda: service.state.worker.network_thread._posted.qsize() == 2, "its cancellation is queued")
 
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
     def test_a_disconnect_is_noticed_while_the_request_waits(self, tiny: Running, stream: bool) -> None:
@@ -301,7 +301,7 @@ class TestHalfClosed:
             gone.sendall(request("/generate", {"prompt": PROMPT, "max_tokens": 5, "stream": stream}))
             wait_until(lambda: tiny.metric("num_requests_waiting") == 1, "it waits")
             gone.close()
-            wait_until(lambda: tiny.state.worker.network._posted.qsize() == 2, "its cancellation is queued")
+            wait_until(lambda: tiny.state.worker.network_thread._posted.qsize() == 2, "its cancellation is queued")
         wait_until(lambda: tiny.metric("num_requests_waiting") == 0, "nothing waits")
 
 

@@ -125,7 +125,9 @@ class TestDisconnects:
             connection = roomy.send("/generate", self.LONG | {"stream": stream})
             wait_until(lambda: roomy.metric("num_requests_waiting") == 1, "the request waits for its first step")
             connection.close()
-            wait_until(lambda: roomy.state.worker.network._posted.qsize() == 2, "its cancellation is queued after it")
+            wait_until(
+                lambda: roomy.state.worker.network_thread._posted.qsize() == 2, "its cancellation is queued after it"
+            )
         check_idle(roomy)
 
     def test_a_waiting_request_leaves_the_queue_if_its_client_disconnects(self, roomy: Running, stream: bool) -> None:

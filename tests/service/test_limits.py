@@ -62,7 +62,8 @@ class TestTimeout:
             with impatient.blocked():
                 pending = pool.submit(last_of, impatient, stream, **FOREVER)
                 wait_until(
-                    lambda: impatient.state.worker.network._posted.qsize() == 2, "its cancellation is queued after it"
+                    lambda: impatient.state.worker.network_thread._posted.qsize() == 2,
+                    "its cancellation is queued after it",
                 )
             end = pending.result(PATIENCE_SECONDS)
         validate((FinishEvent if stream else Generation), end)
@@ -74,7 +75,8 @@ class TestTimeout:
                 pending = pool.submit(last_of, impatient, stream, **FOREVER | {"n": 2})
                 wait_until(lambda: impatient.metric("num_requests_waiting") == 1, "it waits")
                 wait_until(
-                    lambda: impatient.state.worker.network._posted.qsize() == 2, "its cancellation is queued after it"
+                    lambda: impatient.state.worker.network_thread._posted.qsize() == 2,
+                    "its cancellation is queued after it",
                 )
             end = pending.result(PATIENCE_SECONDS)
         assert (end["finish_reason"], end["stop_reason"]) == ("cancelled", "timeout")
@@ -264,7 +266,7 @@ class TestPlacesAndCache:
             num_tokens = len(PROMPT) + service.metric("generation_tokens_total") - 1
             assert service.metric("kv_cache_usage_perc") * 1000 == pytest.approx(-(-num_tokens // BLOCK), abs=1e-6)
             connection.close()
-            wait_until(lambda: service.state.worker.network._posted.qsize() == 1, "its cancellation is queued")
+            wait_until(lambda: service.state.worker.network_thread._posted.qsize() == 1, "its cancellation is queued")
             before = service.metric("generation_tokens_total")
         wait_until(lambda: service.metric("num_requests_running") == 0, "it has ended")
         assert service.metric("generation_tokens_total") <= before + 1  # from at most one more step

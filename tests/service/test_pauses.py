@@ -48,7 +48,7 @@ def in_thread(engine: FakeEngine, job: Callable[[], Any]) -> tuple[Any, list[Exc
     async def run() -> Any:
         network = NetworkThread(lambda step, began, ended: None, failures.append)
         try:
-            network.serve(engine)
+            network.use_engine(engine)
             result = await asyncio.wrap_future(network.submit(job))
             await asyncio.sleep(0)
             return result

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 from model.tracing.edits import BoundEdits, EditPlan
 from service.answers.attribution.question import Question
-from service.answers.edits import answer_bytes, read_edits
-from service.answers.source_passes import bind_edits
+from service.answers.edits import answer_bytes, bind_edits, read_edits
 from service.http.edit_schemas import Edit
-from service.state import run_plan
+from service.state import run_here_or_on_thread
 
 Plans = Sequence[EditPlan | None]
 """The plan of each prompt of a request; all are None without edits. The answer describes the first one."""
@@ -20,7 +19,9 @@ async def plan_edits(question: Question, edits: Sequence[Edit], *prompts: Sequen
     if edit_planner is None:
         return [None] * len(prompts)
     num_checks = len(prompts) * edit_planner.num_checks
-    return await run_plan(question.state, num_checks, lambda: [edit_planner.plan(ids, len(ids)) for ids, _ in runs])
+    return await run_here_or_on_thread(
+        question.state, num_checks, lambda: [edit_planner.plan(ids, len(ids)) for ids, _ in runs]
+    )
 
 
 def edits_bytes(plans: Plans) -> int:
@@ -29,7 +30,7 @@ def edits_bytes(plans: Plans) -> int:
 
 
 async def bind(question: Question, plans: Plans) -> Sequence[BoundEdits | None]:
-    """Run the passes from which the edits take values."""
+    """Bind the edits of each prompt; None without edits."""
     own = [plan for plan in plans if plan is not None]
     if not own:
         return [None] * len(plans)

@@ -27,7 +27,7 @@ from service.answers.stage_answers import select_stages
 from service.http.attribute_schemas import LogitRequest, PromptRequest, TargetRequest
 from service.http.encoding import NAMES, Encoding
 from service.http.errors import invalid, invalid_field
-from service.state import State, find_adapter, run_plan
+from service.state import State, find_adapter, run_here_or_on_thread
 
 MAX_SHOWN_PIECES = 8  # of a text that is several tokens, in an error message
 
@@ -115,7 +115,7 @@ async def find_stages(
     question: Question, stages: Sequence[Stage], globs: Sequence[str], param: str = "stages"
 ) -> list[Stage]:
     """The stages that any glob matches, in the order of computation. Raises 400 for a glob that matches none."""
-    return await run_plan(question.state, len(globs), lambda: select_stages(stages, globs, param))
+    return await run_here_or_on_thread(question.state, len(globs), lambda: select_stages(stages, globs, param))
 
 
 async def read_token(question: Question, token: str | int, param: str) -> int:
