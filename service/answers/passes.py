@@ -182,8 +182,8 @@ async def answer_passes(
     answers: Sequence[PendingAnswer],
     *,
     budget: Budget,
-    is_list: bool,
-    as_safetensors: bool,
+    is_list: bool = False,
+    as_safetensors: bool = False,
     arrived: float | None = None,
 ) -> Response:
     """Run the passes of answers on the network's thread, and return the response.

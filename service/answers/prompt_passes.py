@@ -96,7 +96,7 @@ class RoutePlanner(Protocol[Plan]):
         """Bound the answer and the largest tensors of a plan, which depend on the length of the prompt alone."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PromptInputs:
     """A request, as its route has read it. The route began at `arrived`, in seconds of `time.perf_counter`.
 
@@ -124,7 +124,7 @@ async def answer_prompts(
     """Plan and run a pass for each prompt, and return the response. Raises the errors of all of these steps.
 
     1. `plan_prompts` tokenizes the prompts, and plans each of them with the planner of the route.
-    2. `bind_edits` (edits.py) runs the passes from which edits take values.
+    2. `bind_edits` (edits.py) binds their edits, and runs the passes that means and patches need.
     3. `answer_passes` (passes.py) calls `prepare_answer`, of the route, for each plan on the network's thread, computes
        the passes of the `PreparedAnswer`, and encodes the answers.
     """

@@ -46,17 +46,9 @@ async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Re
     arrived, as_safetensors = time.perf_counter(), wants_safetensors(request)
     subject = find_subject(state, body.model, body.adapter)
     prompts, is_list = as_list(body.prompt)
+    num_globs = len(body.stages)
     inputs = PromptInputs(
-        request=request,
-        state=state,
-        subject=subject,
-        arrived=arrived,
-        body=body,
-        prompts=prompts,
-        is_list=is_list,
-        as_safetensors=as_safetensors,
-        scales=body.scales,
-        num_globs=len(body.stages),
+        request, state, subject, arrived, body, prompts, is_list, as_safetensors, body.scales, num_globs
     )
     make_planner = partial(ForwardPlanner, body, subject, len(prompts), is_list, as_safetensors)
     return await answer_prompts(inputs, make_planner, prepare_answer)

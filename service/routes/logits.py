@@ -59,17 +59,7 @@ async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpo
     if body.top_k is not None and body.top_k > vocab_size:
         raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {vocab_size} tokens")
     prompts, is_list = as_list(body.prompt)
-    inputs = PromptInputs(
-        request=request,
-        state=state,
-        subject=subject,
-        arrived=arrived,
-        body=body,
-        prompts=prompts,
-        is_list=is_list,
-        as_safetensors=as_safetensors,
-        scales=body.scales,
-    )
+    inputs = PromptInputs(request, state, subject, arrived, body, prompts, is_list, as_safetensors, body.scales)
     return await answer_prompts(inputs, partial(LogitsPlanner, body, as_safetensors), prepare_answer)
 
 

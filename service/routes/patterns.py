@@ -29,9 +29,7 @@ router = APIRouter(route_class=JsonRoute, tags=["inside"])
 async def patterns(body: PatternsRequest, request: Request, state: StateDep) -> Response:
     arrived = time.perf_counter()
     subject = find_subject(state, body.model, body.adapter)
-    inputs = PromptInputs(
-        request=request, state=state, subject=subject, arrived=arrived, body=body, prompts=[body.prompt]
-    )
+    inputs = PromptInputs(request, state, subject, arrived, body, [body.prompt])
     return await answer_prompts(inputs, partial(PatternPlanner, body), prepare_answer)
 
 

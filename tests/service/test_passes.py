@@ -84,10 +84,7 @@ def test_passes_that_arrive_at_once_cannot_exceed_the_queue_limit(start: Start, 
         scope = {"type": "http", KEY: RequestNotes(reservation=Reservation(Buffers(0)))}
         request, budget = Request(scope, never), Budget(0, 0, "")
         one = PendingAnswer.alone(1, lambda waited: PassAnswer(PromptResult(model="", tokens=()), {}))
-        passes = (
-            answer_passes(request, service.state, [one], budget=budget, is_list=False, as_safetensors=False)
-            for _ in range(20)
-        )
+        passes = (answer_passes(request, service.state, [one], budget=budget) for _ in range(20))
         return await asyncio.gather(*passes, return_exceptions=True)
 
     with service.blocked():
