@@ -66,15 +66,12 @@ class Job(Generic[Result]):
 
     def complete(self, found: Sequence[Tensor | Exception], seconds: float) -> None:
         """Make the result from the logits of the passes. The first exception among them ends the job."""
-        work = self._work
-        assert work is not None
-        assert not callable(work)
-        logits = [each for each in found if isinstance(each, Tensor)]
-        errors = [each for each in found if isinstance(each, Exception)]
-        if errors:
+        assert self._work is not None
+        assert not callable(self._work)
+        if errors := [each for each in found if isinstance(each, Exception)]:
             self._fail(errors[0])
         else:
-            self._end(work.make_result, logits, seconds)
+            self._end(self._work.make_result, found, seconds)
 
     def _end(self, function: Callable[..., Result], *arguments: Any) -> None:
         try:

@@ -112,18 +112,14 @@ class AnswerGroup:
     def waited(self) -> float:
         return 0.0 if self.started is None else self.started - self.queued
 
-    def _start(self) -> None:
-        if self.started is None:
-            self.started = time.perf_counter()
-
     def run_before(self, job: Callable[[], None]) -> None:
-        self._start()
         began = time.perf_counter()
+        self.started = self.started or began
         job()
         self.seconds += time.perf_counter() - began
 
     def prepare_passes(self) -> Sequence[PromptPass]:
-        self._start()
+        self.started = self.started or time.perf_counter()
         self._prepared = [each.prepare() for each in self.answers]
         return [one for each in self._prepared for one in each.passes]
 

@@ -83,21 +83,19 @@ class PatternPlanner:
         """Bound the answer and the largest tensors of the pass, from shapes alone."""
         num_tokens, sizes = len(plan.ids), plan.subject.sizes(len(plan.ids))
         num_maps = len(plan.layers) * len(plan.heads)
-        computed = torch.promote_types(plan.subject.dtype, torch.float32)
+        dtype = torch.promote_types(plan.subject.dtype, torch.float32)
         contents = ResponseContents(
             num_records=1 + num_maps,
             num_tokens=num_tokens,
             token_bytes=plan.subject.longest_token_bytes,
             num_values=num_maps * plan.size**2,
-            dtype=computed if plan.body.dtype is None else dtype_of(plan.body.dtype),
+            dtype=dtype if plan.body.dtype is None else dtype_of(plan.body.dtype),
             encoding="base64",
             extra_bytes=plan.edits_bytes,
         )
         num_logits = sizes["d_vocab"] * (1 if plan.subject.checkpoint is not None else num_tokens)
-        tensors = pass_bytes(
-            num_logits=num_logits, num_scores=sizes["head"] * num_tokens**2, itemsize=computed.itemsize
-        )
-        tensors += contents.num_values * computed.itemsize  # the maps are held until the pass has ended
+        tensors = pass_bytes(num_logits=num_logits, num_scores=sizes["head"] * num_tokens**2, itemsize=dtype.itemsize)
+        tensors += contents.num_values * dtype.itemsize  # the maps are held until the pass has ended
         return Budget(contents.num_bytes, tensors, "layers, heads, max_size, dtype or the prompt")
 
 

@@ -90,11 +90,8 @@ class LogitsPlanner:
             extra_bytes=plan.edits_bytes,
             num_choices=num_runs,
         )
-        return Budget(
-            contents.num_bytes,
-            num_runs * pass_bytes(num_logits=num_rows * vocab_size),
-            "positions, top_k or logprobs",
-        )
+        largest_tensors = num_runs * pass_bytes(num_logits=num_rows * vocab_size)
+        return Budget(contents.num_bytes, largest_tensors, "positions, top_k or logprobs")
 
 
 def find_rows(body: LogitsRequest, num_tokens: int) -> list[int]:
