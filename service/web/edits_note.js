@@ -6,12 +6,13 @@ import { el } from "./dom.js";
 
 /**
  * Show how many edits the address has, or nothing if there are none. `text`: the edits of the address, or undefined;
- * `href` and `open`: the address of the view Interventions, and how to open it; `isApplied`: by the view that is shown.
+ * `href` and `open`: the address of the view Interventions, and how to open it; `remove`: how to remove the edits;
+ * `isApplied`: by the view that is shown.
  * @param {HTMLElement} box
  * @param {string | undefined} text
- * @param {{ href: string, open: () => unknown, isApplied: boolean }} view
+ * @param {{ href: string, open: () => unknown, remove: () => unknown, isApplied: boolean }} view
  */
-export function showEditsNote(box, text, { href, open, isApplied }) {
+export function showEditsNote(box, text, { href, open, remove, isApplied }) {
   const edits = editsIn(text);
   const number = edits?.length ?? null;
   const numGenerated = edits?.filter(({ positions }) => positions === "generated").length ?? 0;
@@ -28,6 +29,12 @@ export function showEditsNote(box, text, { href, open, isApplied }) {
       ? `${what} applied. ${numGenerated > 0 ? `Of these, ${numGenerated} only at generated tokens. ` : ""}`
       : `${what} set in the view Interventions. This view does not apply edits: it shows the model without them. `,
     el("a", { href, onclick: follow }, "Open Interventions"),
+    " ",
+    el(
+      "button",
+      { type: "button", class: "small", onclick: remove },
+      number === 1 ? "Remove the edit" : "Remove the edits",
+    ),
   );
 }
 

@@ -27,15 +27,14 @@ export function count(value) {
 }
 
 /**
- * A probability in percent, from two significant digits up.
+ * A probability in percent, from two significant digits up, with no-break spaces.
  * @param {number | null | undefined} probability
  */
 export function percent(probability) {
   if (probability === null || probability === undefined) return "–";
   const value = 100 * probability;
-  if (value === 0) return "0 %";
-  if (value < 0.01) return "< 0.01 %";
-  return `${value >= 10 ? value.toFixed(1) : value.toFixed(2)} %`;
+  const text = value === 0 ? "0" : value < 0.01 ? "<\u00a00.01" : value >= 10 ? value.toFixed(1) : value.toFixed(2);
+  return `${text}\u00a0%`; // a line does not end before the sign
 }
 
 /**
@@ -84,5 +83,5 @@ function withCodePoints(text) {
 export function quoted(token) {
   return token.text === null || token.text === undefined
     ? `token ${token.id}`
-    : `“${withCodePoints(token.text.replaceAll("\n", "↵"))}”`;
+    : `“${withCodePoints(token.text.replaceAll("\n", "↵")).replaceAll(" ", "\u00a0")}”`; // it stays on one line
 }

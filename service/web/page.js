@@ -89,6 +89,7 @@ export const VIEWS = [
 
 const EDITS = "edits"; // the view that makes edits
 
+const LETTER_PIXELS = 8; // about the width of a letter in the prompt box
 const LATE_MILLISECONDS = 250; // a result that is computed faster replaces the earlier one without a flicker
 
 /**
@@ -230,6 +231,7 @@ function open(entry, View) {
   showEditsNote(byId("edits-note"), edits, {
     href: addressAfter({ view: EDITS }),
     open: () => navigate({ view: EDITS }),
+    remove: () => navigate({ edits: undefined }),
     isApplied: View.appliesEdits && !isWorkedExample(service, modelOf({ model: addressed().model ?? "" })),
   });
   document.title = `${entry.label} · Forwardscope`;
@@ -290,6 +292,14 @@ function fillForm(View, state) {
   byId("model").value = state.model || (service.model?.name ?? service.models[0].name);
   if (state.prompt !== shownPrompt) byId("prompt").value = state.prompt;
   shownPrompt = state.prompt;
+  promptChanged();
+}
+
+/** The prompt box grows with its text, up to six lines (page.css). Browsers without `field-sizing` need `rows`. */
+function promptChanged() {
+  const { value, clientWidth } = byId("prompt");
+  const perLine = Math.max(20, clientWidth / LETTER_PIXELS);
+  byId("prompt").rows = value.split("\n").reduce((rows, line) => rows + Math.ceil((line.length + 1) / perLine), 0);
   showDraft();
 }
 
@@ -396,7 +406,7 @@ function connect() {
     event.preventDefault();
     byId("input").requestSubmit();
   });
-  byId("prompt").addEventListener("input", showDraft);
+  byId("prompt").addEventListener("input", promptChanged);
   byId("model").addEventListener("change", changeModel);
   byId("to-export").addEventListener("click", () => exportBar?.reveal());
   byId("again").addEventListener("click", () => (service.models.length > 0 ? apply() : start()));

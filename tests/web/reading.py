@@ -2,6 +2,9 @@
 
 import re
 
+NO_BREAK = "\N{NO-BREAK SPACE}"
+ZERO = f"0{NO_BREAK}%"
+TINY = f"<{NO_BREAK}0.01{NO_BREAK}%"
 SIGNIFICANT = 6e-4  # numbers are shown with four significant digits
 
 
@@ -17,7 +20,14 @@ def shown(text: str) -> str:
     return text.replace(" ", "␣").replace("\n", "↵")
 
 
+def quoted(text: str) -> str:
+    """A token in a sentence. A line of the page does not end inside it."""
+    return f"“{text.replace(' ', NO_BREAK)}”"
+
+
 def percent(probability: float) -> str:
-    """A probability above 0.01 % as the page writes it."""
+    """A probability as the page writes it."""
     value = 100 * probability
-    return f"{value:.1f} %" if value >= 10 else f"{value:.2f} %"
+    if value < 0.01:
+        return TINY if value else ZERO
+    return f"{value:.1f}{NO_BREAK}%" if value >= 10 else f"{value:.2f}{NO_BREAK}%"

@@ -15,7 +15,7 @@ from tests.service.checkpoints import write_checkpoint
 from tests.service.running import PATIENCE_SECONDS, Start, validate
 from tests.web.browsing import open_table, open_view, wait_until_ready, wait_until_settled
 from tests.web.conftest import OpenPage
-from tests.web.reading import percent, read_number, shown
+from tests.web.reading import ZERO, percent, quoted, read_number, shown
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Request
@@ -112,7 +112,7 @@ def test_the_strongest_keys_and_the_arcs_are_those_of_the_pattern(page: "Page", 
         cells = row.locator("th, td").all_inner_texts()
         assert cells[0] == shown(tokens[position]["text"])
         assert int(cells[2]) == position
-        assert cells[3] in (percent(weights[4, position]), "< 0.01 %", "0 %")
+        assert cells[3] in (percent(weights[4, position]), ZERO)
     labels = [option.text_content() for option in page.locator("attention-arcs [role=option] title").all()]
     assert len(labels) == len(tokens)
     for position, label in enumerate(labels):
@@ -161,7 +161,7 @@ def test_the_arcs_follow_the_mouse_and_return_to_the_chosen_token(page: "Page", 
     for query in (3, 2):
         page.locator(f"#arc-token-{query}").hover()
         best = int(weights[query].argmax())
-        to = "itself" if best == query else f"“{tokens[best]['text']}” (position {best})"
+        to = "itself" if best == query else f"{quoted(tokens[best]['text'])} (position {best})"
         words = f"(position {query}) attends most to {to}: {percent(weights[query, best])}"
         page.locator("attention-head .answer", has_text=words).wait_for()
         page.locator(f"#arc-token-{query}[aria-selected=true]").wait_for()
@@ -318,7 +318,10 @@ def test_the_heads_are_compared_for_one_query_and_one_key(page: "Page", base: st
         best = sorted(weights, key=lambda place: -weights[place])[:5]
         said = page.locator("attention-ranking .answer").inner_text()
         assert said.startswith(f"L{best[0][0]} H{best[0][1]} attends most to ")
-        assert f"“{tokens[key]['text']}” (position {key}), when “{tokens[query]['text']}” (position {query})" in said
+        assert (
+            f"{quoted(tokens[key]['text'])} (position {key}), when {quoted(tokens[query]['text'])} (position {query})"
+            in said
+        )
         assert f": {percent(weights[best[0]])} of its weight." in said
         assert "The large picture" not in said
         assert page.locator("attention-head h3").first.inner_text() == f"L{best[0][0]} H{best[0][1]}"
@@ -371,7 +374,9 @@ def test_shares_that_look_alike_get_more_digits_and_equal_ones_are_a_tie(page: "
         return [apart, ranking.querySelector(".answer").textContent]; }""",
         [[0.98712, 0.98708, 0.3]],
     )
-    assert texts[0] == ["L0 H0: 98.712 %", "L0 H1: 98.708 %", "L0 H2: 30.000 %"]
+    assert texts[0] == [
+        f"L0 H{head}: {share}\N{NO-BREAK SPACE}%" for head, share in enumerate(("98.712", "98.708", "30.000"))
+    ]
     assert texts[1].startswith("3 heads tie, among them L0 H0, L0 H1, L0 H2")
 
 

@@ -82,6 +82,23 @@ def test_the_labels_of_columns_are_inside_the_picture(drawing: "Page") -> None:
     assert drawing.locator("#tested .scroll").evaluate("box => box.scrollWidth <= box.clientWidth")
 
 
+def test_the_cell_under_the_pointer_has_a_frame_and_its_value_beside_it(drawing: "Page") -> None:
+    drawing.evaluate(HEAT_MAP, DATA)
+    box = drawing.locator("#tested canvas").bounding_box()
+    assert box is not None
+    x, y = box["x"] + box["width"] - 12, box["y"] + box["height"] - 10
+    drawing.mouse.move(x, y)
+    tip = drawing.locator("#tested .cell-tip")
+    assert tip.inner_text() == "query second, key c: score 4.000"
+    for part, distance in ((tip, 60), (drawing.locator("#tested .row-frame:visible"), 2)):
+        place = part.bounding_box()
+        assert place is not None
+        assert place["x"] <= x <= place["x"] + place["width"]
+        assert place["y"] - distance <= y <= place["y"] + place["height"] + distance
+    drawing.mouse.move(0, 0)
+    assert tip.is_hidden()
+
+
 def test_a_clicked_cell_keeps_its_value_when_the_pointer_leaves(drawing: "Page") -> None:
     drawing.evaluate(HEAT_MAP, DATA)
     canvas, shown = drawing.locator("#tested canvas"), drawing.locator("#tested .under-pointer")
@@ -114,12 +131,17 @@ def test_large_tables_have_pages(drawing: "Page") -> None:
 def test_colours_grow_stronger_with_the_size_and_texts_on_them_can_be_read(drawing: "Page", theme: str) -> None:
     drawing.evaluate("theme => { document.documentElement.dataset.theme = theme }", theme)
     colours = call(drawing, "draw/colours.js", "Array.from({length: 101}, (_, i) => m.colour(i / 100))")
-    texts = call(drawing, "draw/colours.js", "Array.from({length: 101}, (_, i) => m.textOn(m.colour(i / 100)))")
     lights = [luminance(colour) for colour in colours]
     assert lights == sorted(lights, reverse=theme == "light")
-    for light, text in zip(lights, texts, strict=True):
-        other = 1.0 if text == "#fff" else 0.0
-        assert (max(light, other) + 0.05) / (min(light, other) + 0.05) >= 4.5
+    for colour_map in ("sequential", "diverging"):
+        pairs = call(
+            drawing,
+            "draw/colours.js",
+            f"Array.from({{length: 1001}}, (_, i) => m.colour(i / 1000, '{colour_map}')).map((c) => [c, m.textOn(c)])",
+        )
+        for colour, text in pairs:
+            light, other = luminance(colour), 1.0 if text == "#fff" else 0.0
+            assert (max(light, other) + 0.05) / (min(light, other) + 0.05) >= 4.5
 
 
 def luminance(colour: list[int]) -> float:
@@ -135,10 +157,10 @@ def test_numbers_and_tokens_as_texts(drawing: "Page") -> None:
         ("m.number(-1234.56)", "−1234.6"),  # noqa: RUF001
         ("m.number(Infinity)", "∞"),
         ("m.number(null)", "–"),  # noqa: RUF001
-        ("m.percent(0.5)", "50.0 %"),
-        ("m.percent(0.01234)", "1.23 %"),
-        ("m.percent(0.00001)", "< 0.01 %"),
-        ("m.percent(0)", "0 %"),
+        ("m.percent(0.5)", "50.0\u00a0%"),
+        ("m.percent(0.01234)", "1.23\u00a0%"),
+        ("m.percent(0.00001)", "<\u00a00.01\u00a0%"),
+        ("m.percent(0)", "0\u00a0%"),
         ("m.count(5131520)", "5,131,520"),
         ("m.shown({id: 7, text: null})", "#7"),
         ("m.shown({id: 7, text: ' a\\n'})", "␣a↵"),
@@ -146,7 +168,7 @@ def test_numbers_and_tokens_as_texts(drawing: "Page") -> None:
         ("m.shown({id: 7, text: 'a\\u200bb\\u0007 '})", "a[U+200B]b[U+0007]␣"),
         ("m.shown({id: 7, text: '\\u{1f468}\\u200d\\u{1f469}'})", "\U0001f468\u200d\U0001f469"),
         ("m.quoted({id: 7, text: '\\u3000'})", "“U+3000”"),
-        ("m.quoted({id: 7, text: ' a'})", "“ a”"),
+        ("m.quoted({id: 7, text: ' a'})", "“\u00a0a”"),
         ("m.quoted({id: 7, text: null})", "token 7"),
     ]
     found = call(drawing, "format.js", f"[{', '.join(expression for expression, _ in cases)}]")

@@ -12,7 +12,7 @@ from model.worked_examples import WORKED_EXAMPLES
 from tests.service.running import Running
 from tests.tiny import CONFIGS
 from tests.web.browsing import DESKTOP, Findings, open_table, open_view, url_of, wait_until_ready, wait_until_settled
-from tests.web.reading import SIGNIFICANT, percent, read_number, shown
+from tests.web.reading import SIGNIFICANT, percent, quoted, read_number, shown
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page, Request
@@ -196,8 +196,8 @@ class TestMap:
         open_view(page, base, "forward", prompt=PROMPT)
         first, second = bundled.answer("/forward", prompt=PROMPT, stages=["loss"], top_k=2)["predictions"][-1]["top"]
         said = page.locator("forward-view .answer").first.inner_text()
-        assert f"“{first['text']}” is most likely ({percent(first['probability'])})" in said
-        assert f"“{second['text']}”" in said
+        assert f"{quoted(first['text'])} is most likely ({percent(first['probability'])})" in said
+        assert quoted(second["text"]) in said
 
     def test_layers_open_and_close_with_the_keyboard(self, page: "Page", base: str) -> None:
         open_view(page, base, "forward", prompt=PROMPT)
@@ -217,11 +217,22 @@ class TestMap:
         open_view(page, base, "forward", prompt=PROMPT)
         button = button_of(page, "blocks.0.attn.v")
         button.scroll_into_view_if_needed()
-        before = button.bounding_box()
+        place = "button => { const { x, y } = button.getBoundingClientRect(); return [x, Math.round(y + scrollY)]; }"
+        before = button.evaluate(place)
         toggle(page, "blocks.0.attn.v")
-        assert button.bounding_box() == before
+        assert button.evaluate(place) == before
         toggle(page, "blocks.0.attn.v")
-        assert button.bounding_box() == before
+        assert button.evaluate(place) == before
+
+    def test_the_numbers_of_an_opened_stage_come_into_sight(self, page: "Page", base: str) -> None:
+        open_view(page, base, "forward", prompt=PROMPT)
+        assert page.evaluate("scrollY") == 0
+        button_of(page, "logits").evaluate("button => button.click()")
+        wait_until_ready(page)
+        body = page.get_by_role("group", name="Logits: logits")
+        page.wait_for_timeout(100)
+        top = body.evaluate("body => body.getBoundingClientRect().top")
+        assert 0 <= top < DESKTOP["height"] - 100
 
     def test_a_branch_leaves_the_residual_stream_and_comes_back(self, page: "Page", base: str) -> None:
         open_view(page, base, "forward", prompt=PROMPT)
@@ -280,6 +291,19 @@ class TestPictures:
         assert [[opacity > 0 for *_, opacity in row] for row in cells] == [
             2 * [key <= query for key in range(count)] for query in range(count)
         ]
+
+    def test_a_bar_of_one_number_for_each_token_is_as_long_as_its_share_of_the_largest(
+        self, page: "Page", bundled: Running, base: str
+    ) -> None:
+        open_view(page, base, "forward", prompt=PROMPT)
+        card(page, "loss").scroll_into_view_if_needed()
+        losses = bundled.answer("/forward", prompt=PROMPT)["loss"]["per_token"]
+        columns = 100
+        drawn = [sum(opacity > 0 for *_, opacity in row) for row in self.read(page, "loss", columns, len(losses))]
+        largest = max(loss for loss in losses if loss is not None)
+        for length, loss in zip(drawn, losses, strict=True):
+            if loss is not None:
+                assert abs(length - columns * loss / largest) <= 2
 
     def test_a_chosen_token_stands_out(self, page: "Page", base: str) -> None:
         open_view(page, base, "forward", prompt=PROMPT, position=3)

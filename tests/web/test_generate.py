@@ -17,6 +17,7 @@ from model.ops.torch_sampling import keep_top
 from tests.service.running import Running, Start, wait_until
 from tests.web.browsing import PHONE, Findings, open_table, open_view, wait_until_ready, wait_until_settled
 from tests.web.conftest import OpenPage
+from tests.web.reading import percent
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
@@ -24,14 +25,6 @@ if TYPE_CHECKING:
 PROMPT = "When Mary and John went to the park, John gave a ball to"
 ICON = "/page/icon.svg"  # Chromium asks for it whenever the address changes
 SOFTMAX = "([logits, options]) => import('/page/softmax.js').then((m) => Array.from(m.distribution(logits, options)))"
-
-
-def percent(probability: float) -> str:
-    """A probability as the page shows it."""
-    value = 100 * probability
-    if value == 0:
-        return "0 %"
-    return "< 0.01 %" if value < 0.01 else f"{value:.1f} %" if value >= 10 else f"{value:.2f} %"
 
 
 def options(page: "Page") -> "Locator":
@@ -92,6 +85,10 @@ def test_a_chosen_token_shows_the_ten_most_likely_ones(page: "Page", bundled: Ru
         f"Position {num_prompt + 5} in the other views" in page.get_by_role("region", name="Alternatives").inner_text()
     )
     logits = torch.tensor(row_before(bundled, PROMPT, answer["tokens"][:5]), dtype=torch.float64)
+    chosen = torch.softmax(logits, -1)[answer["tokens"][5]]
+    rank = 1 + int((logits > logits[answer["tokens"][5]]).sum())
+    heading = page.get_by_role("region", name="Alternatives").locator("h3").inner_text()
+    assert heading.endswith(f", probability {percent(float(chosen))}, no. {rank:,} of {len(logits):,}")
     rows = table_rows(page)
     assert len(rows) == 10 + (answer["tokens"][5] not in [entry["id"] for entry in top])
     for row, entry in zip(rows, top, strict=False):
@@ -117,7 +114,7 @@ def test_the_sliders_of_a_token_change_its_distribution_without_a_request(
         shown = [row[1] for row in table_rows(page)]
         ids = [int(row[4]) for row in table_rows(page)]
         if temperature == 0:
-            assert shown == ["100.0 %"] + 9 * ["excluded"]
+            assert shown == ["100.0\N{NO-BREAK SPACE}%"] + 9 * ["excluded"]
         else:
             expected = (logits / temperature).softmax(-1)
             assert shown == [percent(float(expected[token_id])) for token_id in ids]

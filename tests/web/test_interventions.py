@@ -99,7 +99,7 @@ def test_bars_say_how_far_each_stage_moved(page: "Page", base: str) -> None:
     rows = rows_of(page, 1)
     assert [row[0] for row in rows] == [*(f"after L{layer}" for layer in range(6)), "logits"]
     for row, change in zip(rows, changes, strict=True):
-        assert row[2] == ("0 %" if change["relative"] == 0 else percent(change["relative"]))
+        assert row[2] == percent(change["relative"])
         assert abs(read_number(row[3]) - change["norm"]) <= 6e-4 * change["norm"]
 
 

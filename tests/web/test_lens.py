@@ -12,7 +12,7 @@ import pytest
 from tests.service.running import PATIENCE_SECONDS
 from tests.web.browsing import Findings, open_view, wait_until_ready, wait_until_settled
 from tests.web.conftest import OpenPage
-from tests.web.reading import percent, shown
+from tests.web.reading import percent, quoted, shown
 from tests.web.test_draw import luminance
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def grid_of(page: "Page") -> list[list[tuple[str, str]]]:
 
 def displayed(probability: float) -> str:
     """A probability, which is never 0: the service's numbers can be too coarse for it."""
-    return "< 0.01 %" if probability < 1e-4 else percent(probability)
+    return percent(max(probability, 1e-9))
 
 
 def test_each_cell_has_the_most_likely_token_and_its_probability(page: "Page", base: str) -> None:
@@ -181,7 +181,9 @@ def test_the_answer_says_from_which_layer_on_the_final_token_is_the_most_likely(
         if first == NUM_ROWS - 1:
             since = f"It becomes the most likely token only after L{first - 1}, the last layer."
         probability = displayed(answer["layers"][-1]["final"][position]["probability"])
-        assert said.startswith(f"After position {position}, the network predicts “{text}” ({probability}). {since}")
+        assert said.startswith(
+            f"After position {position}, the network predicts {quoted(text)} ({probability}). {since}"
+        )
 
 
 def test_another_token_can_be_followed(page: "Page", base: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.service.running import Running
 from tests.web.browsing import Findings, open_table, open_view, url_of, wait_until_ready, wait_until_settled
 from tests.web.conftest import OpenPage
-from tests.web.reading import SIGNIFICANT, percent, read_number, shown
+from tests.web.reading import SIGNIFICANT, percent, quoted, read_number, shown
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -44,7 +44,9 @@ def test_it_states_the_mean_the_perplexity_and_the_most_surprising_tokens(
     said = page.locator("loss-view .answer").first.inner_text()
     for loss in sorted(per_token)[-3:]:
         position = per_token.index(loss) + 1
-        named, found, rest = said.partition(f"“{answer['tokens'][position]['text']}” at position {position} (loss ")
+        named, found, rest = said.partition(
+            f"{quoted(answer['tokens'][position]['text'])} at position {position} (loss "
+        )
         assert found, (named, position)
         assert read_number(rest) == pytest.approx(loss, rel=SIGNIFICANT)
     assert said.count("at position") == 3
@@ -63,7 +65,7 @@ def test_the_selected_token_has_the_formula_and_what_was_expected_instead(
     probability = answer["stages"][0]["values"][0][2][token["id"]]
     section = page.get_by_role("region", name="The selected token")
     said = section.locator(".answer").inner_text()
-    assert f"“{token['text']}” had a probability of {percent(probability)}" in said
+    assert f"{quoted(token['text'])} had a probability of {percent(probability)}" in said
     formula = said.split("ln ")[2].split(":")[0].split(" = ")
     assert [read_number(text) for text in formula] == pytest.approx(
         [probability, -math.log(probability)],

@@ -368,6 +368,40 @@ def test_edits_stay_in_the_address_of_other_views_until_they_are_removed(page: "
     assert page.locator("#edits-note").is_hidden()
 
 
+def test_a_button_beside_the_note_removes_the_edits(page: "Page", base: str) -> None:
+    open_view(page, base, "attention", prompt=PROMPT, edits=f"[{EDIT}]")
+    page.get_by_role("button", name="Remove the edit").click()
+    wait_until_ready(page)
+    assert read_address(page) == {"view": "attention", "prompt": PROMPT}
+    assert page.locator("#edits-note").is_hidden()
+
+
+@pytest.mark.parametrize("has_field_sizing", [True, False])
+def test_the_prompt_box_grows_with_its_text_up_to_six_lines(page: "Page", base: str, has_field_sizing: bool) -> None:
+    open_view(page, base, "status")
+    if not has_field_sizing:
+        page.locator("#prompt").evaluate("box => { box.style.fieldSizing = 'fixed'; }")
+    page.get_by_role("link", name="Loss").click()
+    wait_until_ready(page)
+    heights = []
+    for lines in (1, 3, 12):
+        page.locator("#prompt").fill("\n".join(["line"] * lines))
+        heights.append(round(page.locator("#prompt").evaluate("box => (box.clientHeight - 9.6) / 24")))
+    assert heights == [1, 3, 6]
+
+
+@pytest.mark.parametrize("width", [1440, 2560])
+def test_the_form_stands_in_one_line_that_ends_at_the_edge(page: "Page", base: str, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    open_view(page, base, "loss", prompt=PROMPT)
+    boxes = [page.locator(each).bounding_box() for each in ("#model", "#prompt", "#run")]
+    tops = {round(box["y"]) for box in boxes if box}
+    last = boxes[-1]
+    assert len(tops) == 1
+    assert last is not None
+    assert last["x"] + last["width"] >= width - 40
+
+
 def test_on_a_phone_the_header_leaves_room_and_the_menu_shows_the_current_view(open_page: OpenPage, base: str) -> None:
     page = open_page(phone=True)
     for view in ("generate", "worked", "status"):

@@ -39,6 +39,7 @@ def test_a_head_of_a_matrix_is_shown_on_its_side(page: "Page", bundled: Running,
     (expected,) = weight(bundled, "blocks.3.attn.W_Q", head=5)
     matrix, _ = shown_matrix(page)
     assert matrix == [list(column) for column in zip(*expected, strict=True)]
+    assert page.get_by_text("In the picture, a row is one d_head, and a column one d_model.").is_visible()
     (cells, *_) = open_table(page.locator("weights-view heat-map details")).all()
     for text, number in zip(cells.locator("td").all_inner_texts(), matrix[0], strict=False):
         assert read_number(text) == pytest.approx(number, rel=SIGNIFICANT, abs=1e-9)

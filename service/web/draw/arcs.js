@@ -16,6 +16,7 @@ const ALL = 40; // up to this many tokens, all are drawn if they fit; of more, o
 // pixels of a token that is written from top to bottom, and of "…" beside it
 const UPRIGHT = { least: 16, most: 34, gap: 10 };
 const LETTER = 8; // the width of a letter
+const MOST_SPACE = 40; // pixels between tokens where there is much room
 const HEIGHT = 120; // pixels above the tokens
 const LEAST = 0.01; // weights below have no arc
 
@@ -62,7 +63,7 @@ export class AttentionArcs extends HTMLElement {
     this.#width = this.clientWidth;
     const places = placesIn(this.#width || 700, labels, weights, query);
     const [{ upright }] = places;
-    const width = Math.ceil(Math.max(...places.map(({ x, width: w }) => x + w / 2))) + 8;
+    const width = Math.ceil(endOf(places));
     const from = places.find(({ position }) => position === query)?.x ?? 0; // the query is always drawn
     const strongest = Math.max(...weights.filter((weight) => Number.isFinite(weight)), LEAST);
     const ends = places.filter(({ position }) => weights[position] >= LEAST);
@@ -186,8 +187,8 @@ export class AttentionArcs extends HTMLElement {
  */
 function placesIn(room, labels, weights, query) {
   const all = Array.from(weights, (_, position) => position);
-  const flat = line(labels, drawn(weights, query, ALL, ALL / 2));
-  if (flat[flat.length - 1].x + flat[flat.length - 1].width / 2 + 8 <= room) return flat;
+  const listed = drawn(weights, query, ALL, ALL / 2);
+  if (endOf(line(labels, listed)) <= room) return spread(room, labels, listed, FLAT);
   const [fitting, strongest] = [UPRIGHT.least, UPRIGHT.least + UPRIGHT.gap].map((size) =>
     Math.max(2, Math.floor((room - 20) / size)),
   );
@@ -195,7 +196,29 @@ function placesIn(room, labels, weights, query) {
   const gaps = positions.length < all.length ? positions.length * UPRIGHT.gap : 0;
   const width = Math.min(UPRIGHT.most, Math.max(UPRIGHT.least, Math.floor((room - 20 - gaps) / positions.length)));
   const upright = LETTER * Math.max(...positions.map((position) => cut(labels[position]).length));
-  return line(labels, positions, { left: 10, size: () => width, space: 0, hole: UPRIGHT.gap, upright });
+  return spread(room, labels, positions, { left: 10, size: () => width, space: 0, hole: UPRIGHT.gap, upright });
+}
+
+/**
+ * The pixels that a line of tokens needs.
+ * @param {Place[]} places
+ */
+function endOf(places) {
+  const { x, width } = places[places.length - 1];
+  return x + width / 2 + 8;
+}
+
+/**
+ * Places with more space between them, so that they fill the room.
+ * @param {number} room
+ * @param {string[]} labels
+ * @param {number[]} positions
+ * @param {Arrangement} arrangement
+ */
+function spread(room, labels, positions, arrangement) {
+  const spare = (room - endOf(line(labels, positions, arrangement))) / Math.max(1, positions.length - 1);
+  const space = arrangement.space + Math.min(MOST_SPACE, Math.max(0, Math.floor(spare)));
+  return line(labels, positions, { ...arrangement, space });
 }
 
 /**

@@ -91,12 +91,17 @@ export class CellGrid extends HTMLElement {
     this.#reveal(column);
   }
 
+  /** How many columns can be seen at once. */
+  get room() {
+    return Math.max(1, Math.floor((this.clientWidth - headingIn(this.clientWidth) - 2) / NARROW));
+  }
+
   /** Narrow the columns until all fit; if they cannot, show a whole number of them, so that none is cut. */
   #fit() {
     if (!this.#shown || this.clientWidth === 0) return;
-    const heading = this.clientWidth < 480 ? 84 : 120;
+    const heading = headingIn(this.clientWidth);
     const [room, number] = [this.clientWidth - heading - 2, this.#shown.columns.length];
-    this.#fitting = Math.max(1, Math.floor(room / NARROW));
+    this.#fitting = this.room;
     this.#pitch = number <= this.#fitting ? Math.min(WIDE, room / number) : room / this.#fitting;
     this.style.setProperty("--heading", `${heading}px`);
     this.#table.style.width = `${heading + 2 + number * this.#pitch}px`;
@@ -214,6 +219,14 @@ export class CellGrid extends HTMLElement {
     to.scrollIntoView({ block: "nearest", inline: "nearest" });
     this.#reveal(Number(to.dataset.column));
   }
+}
+
+/**
+ * The pixels of the headings of rows.
+ * @param {number} width of the grid
+ */
+function headingIn(width) {
+  return width < 480 ? 84 : 120;
 }
 
 /**

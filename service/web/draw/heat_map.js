@@ -47,6 +47,9 @@ export class HeatMap extends HTMLElement {
   #value = el("p", { class: "under-pointer", "aria-live": "polite" });
   #legend = el("p", { class: "legend" });
   #frame = el("div", { class: "row-frame", hidden: true });
+  #cell = el("div", { class: "row-frame", hidden: true }); // around the cell whose value is shown
+  #tip = el("p", { class: "cell-tip", "aria-hidden": "true", hidden: true }); // its value, beside it
+  #box = el("div", { class: "scroll" }, el("div", { class: "plane" }, this.#canvas, this.#frame, this.#cell));
   /** @type {number | null} */
   #framedRow = null;
   #table = dataTable(() => this.#tableOf());
@@ -79,12 +82,22 @@ export class HeatMap extends HTMLElement {
     this.#frame.hidden = !isShown;
     if (!isShown) return;
     const { left, top, width, height } = this.#layout;
-    Object.assign(this.#frame.style, {
-      left: `${left - 2}px`,
-      top: `${top + row * height - 2}px`,
-      width: `${this.#data.columns * width + 4}px`,
-      height: `${Math.max(3, height) + 4}px`,
-    });
+    enclose(this.#frame, left, top + row * height, this.#data.columns * width, Math.max(3, height));
+  }
+
+  /** Frame the cell whose value is shown, and write the value below it, or above it in the lower half. */
+  #placeCell() {
+    this.#cell.hidden = this.#tip.hidden = this.#at === null;
+    if (this.#at === null) return;
+    const { left, top, width, height } = this.#layout;
+    const [x, y] = [left + this.#at.column * width, top + this.#at.row * height];
+    enclose(this.#cell, x, y, width, height);
+    this.#tip.textContent = this.#value.textContent;
+    const isLow = this.#at.row >= this.#data.rows / 2;
+    const from = this.#box.offsetTop + y + (isLow ? -6 - this.#tip.offsetHeight : height + 6);
+    const most = Math.max(0, this.clientWidth - this.#tip.offsetWidth);
+    const middle = this.#box.offsetLeft + x + width / 2 - this.#box.scrollLeft - this.#tip.offsetWidth / 2;
+    Object.assign(this.#tip.style, { top: `${from}px`, left: `${Math.min(most, Math.max(0, middle))}px` });
   }
 
   get canvas() {
@@ -104,12 +117,7 @@ export class HeatMap extends HTMLElement {
   }
 
   #build() {
-    this.append(
-      this.#value,
-      el("div", { class: "scroll" }, el("div", { class: "plane" }, this.#canvas, this.#frame)),
-      this.#legend,
-      this.#table,
-    );
+    this.append(this.#value, this.#box, this.#tip, this.#legend, this.#table);
     this.#canvas.addEventListener("pointermove", (event) => this.#move(this.#cellAt(event)));
     this.#canvas.addEventListener("pointerleave", () => this.#move(null));
     this.#canvas.addEventListener("click", (event) => this.#keep(this.#cellAt(event)));
@@ -123,7 +131,7 @@ export class HeatMap extends HTMLElement {
     const left = 14 + this.#labels.rows;
     const top = 20 + (isLong ? Math.sin(SLANT) * this.#labels.columns : 8);
     // how far the last label of a column may reach to the right
-    const slant = isLong ? Math.cos(SLANT) * this.#labels.columns + 6 : 0;
+    const slant = isLong ? Math.cos(SLANT) * this.#labels.columns + 6 : this.#labels.columns / 2;
     const room = Math.max(160, (this.clientWidth || 700) - left - slant - 4);
     const largest = rows === columns ? Math.max(MAX_CELL, Math.min(SQUARE.cell, SQUARE.picture / columns)) : MAX_CELL;
     const width = Math.min(largest, Math.max(MIN_CELL, room / columns));
@@ -160,10 +168,6 @@ export class HeatMap extends HTMLElement {
     context.strokeStyle = context.fillStyle;
     context.lineWidth = 2;
     for (const [row, column] of mark) context.strokeRect(left + column * width, top + row * height, width, height);
-    if (this.#at) {
-      context.lineWidth = 2;
-      context.strokeRect(left + this.#at.column * width, top + this.#at.row * height, width, height);
-    }
     this.#canvas.setAttribute("aria-label", this.#describe());
     this.#placeFrame();
     this.#showValue();
@@ -220,7 +224,7 @@ export class HeatMap extends HTMLElement {
   #keep(cell) {
     if (!cell) return;
     this.#at = this.#kept = cell;
-    this.#draw();
+    this.#showValue();
     this.#choose(cell);
   }
 
@@ -238,8 +242,7 @@ export class HeatMap extends HTMLElement {
     event.preventDefault();
     const [nextRow, nextColumn] = this.#at ? place : [0, 0];
     const within = (/** @type {number} */ value, /** @type {number} */ size) => Math.min(Math.max(value, 0), size - 1);
-    this.#move({ row: within(nextRow, this.#data.rows), column: within(nextColumn, this.#data.columns) });
-    return this.#draw();
+    return this.#move({ row: within(nextRow, this.#data.rows), column: within(nextColumn, this.#data.columns) });
   }
 
   /** @param {Place} place */
@@ -253,6 +256,7 @@ export class HeatMap extends HTMLElement {
       ? `${rowName} ${rowLabels[this.#at.row]}, ${columnName} ${columnLabels[this.#at.column]}: ` +
         `${valueName} ${said(this.#valueOf(this.#at))}`
       : "Point at a cell or tap it to read its value, or use the arrow keys.";
+    this.#placeCell();
   }
 
   #showLegend() {
@@ -291,6 +295,19 @@ export class HeatMap extends HTMLElement {
       ]),
     };
   }
+}
+
+/**
+ * Put a frame around a part of the picture.
+ * @param {HTMLElement} frame
+ * @param {number} left
+ * @param {number} top
+ * @param {number} width
+ * @param {number} height
+ */
+function enclose({ style }, left, top, width, height) {
+  const [w, h] = [width + 4, height + 4].map((size) => `${size}px`);
+  Object.assign(style, { left: `${left - 2}px`, top: `${top - 2}px`, width: w, height: h });
 }
 
 /** @param {number | null} value */

@@ -227,7 +227,7 @@ function apart(values) {
   const digits = (/** @type {number} */ value) => (value >= 0.1 ? 1 : 2);
   let texts = values.map(percent);
   for (let more = 1; more < 5 && new Set(texts).size < new Set(values).size; more++)
-    texts = values.map((value) => `${(100 * value).toFixed(digits(value) + more)} %`);
+    texts = values.map((value) => `${(100 * value).toFixed(digits(value) + more)}\u00a0%`);
   return texts;
 }
 

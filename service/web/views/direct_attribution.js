@@ -12,7 +12,7 @@ import { signed } from "./edit_words.js";
  * @import { DirectAnswer, Edit, Token } from "../answers.js"
  * @typedef {"token" | "minus"} Field
  * @typedef {{ field: Field, text: string, id: number }} Hint a token with a space in front that may be meant
- * @typedef {{ name: string, share: number, edit?: Edit }} Part
+ * @typedef {{ name: string, share: number, edit?: Edit, isError?: boolean }} Part `isError`: it has no bar
  */
 
 const NUM_SHOWN = 10;
@@ -149,7 +149,7 @@ export class DirectAttribution extends HTMLElement {
         : "";
     const rows = [...largest, ...others].map((part) => ({
       cells: [part.name, signed(part.share), button(part)],
-      shares: [part.share / size],
+      shares: part.isError ? [] : [part.share / size],
     }));
     const sum = {
       cells: [answer.target.minus ? "sum: the difference" : "sum: the logit", signed(answer.logit), ""],
@@ -246,7 +246,7 @@ function restOf(parts, { layers, embed, pos_embed, final_norm_bias, remainder })
     { name: "token embedding", share: embed },
     ...(pos_embed === null ? [] : [{ name: "position embedding", share: pos_embed }]),
     ...(biases.some((share) => share !== 0) ? [{ name: "all biases", share: sum(biases) }] : []),
-    { name: "rounding", share: remainder },
+    { name: "rounding", share: remainder, isError: true },
   ];
 }
 

@@ -144,7 +144,7 @@ function verdict(plain, edited, token, position) {
 
 /** @param {Prediction[]} top */
 function below(top) {
-  return `≤ ${percent(top.at(-1)?.probability)}`;
+  return percent(top.at(-1)?.probability).replace(/^(?!<)/, "≤\u00a0");
 }
 
 /** @param {ForwardAnswer} answer */

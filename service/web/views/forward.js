@@ -297,11 +297,13 @@ export default class Forward extends View {
   }
 
   /** @param {string} name */
-  #toggleStage(name) {
+  async #toggleStage(name) {
     const { stages } = this.#open();
-    this.context.navigate({
-      stage: (stages.includes(name) ? stages.filter((each) => each !== name) : [...stages, name]).join(","),
+    const isOpen = stages.includes(name);
+    await this.context.navigate({
+      stage: (isOpen ? stages.filter((each) => each !== name) : [...stages, name]).join(","),
     });
+    if (!isOpen) this.#map.showBody(name);
   }
 }
 

@@ -208,6 +208,14 @@ export class ForwardMap extends HTMLElement {
     find(card, ".stage-open").focus({ preventScroll: true });
   }
 
+  /**
+   * Bring the box of an open stage into sight.
+   * @param {string} name
+   */
+  showBody(name) {
+    this.#cardOf(name).body.scrollIntoView({ block: "nearest" });
+  }
+
   pictures() {
     const open = [...this.#cards.values()].filter((card) => card.isOpen && card.body.querySelector("heat-map"));
     return open.map((card) => ({ name: card.stage.name, element: find(card.body, "heat-map") }));

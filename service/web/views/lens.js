@@ -25,7 +25,7 @@ import { isOther, isPosition } from "./positions.js";
  * }} Shown `plain`: the answer without the edits, if there are edits
  */
 
-const WINDOW = 24; // positions that are shown at once
+const WINDOW = 24; // positions that are shown at once, or more where there is room
 const NUM_TOKENS = 5;
 const BEHIND = /^(ln_final|logits)\b/; // stages behind the residuals that the lens decodes
 const CELLS = {
@@ -144,7 +144,7 @@ export default class Lens extends View {
       return this.context.navigate({ pos: "", from: "" }, { replace: true });
     const position = state.pos === "" ? text.size - 1 : readIndex(state.pos, "position", text.size);
     const first = this.#firstOf(state, position, text.size);
-    const plainBody = this.#body(state, text.prompt, first, Math.min(WINDOW, text.size - first));
+    const plainBody = this.#body(state, text.prompt, first, Math.min(this.#window, text.size - first));
     const body = edits.length > 0 ? { ...plainBody, edits } : plainBody;
     const answers = [body, ...(edits.length > 0 ? [plainBody] : [])].map((each) => cached("/attribute", each, signal));
     const [answer, plain = null] = await Promise.all(answers).finally(() => this.#offerSpace());
@@ -159,6 +159,11 @@ export default class Lens extends View {
     this.#table.refresh();
     this.#offerSpace();
     return undefined;
+  }
+
+  /** How many positions are shown at once. */
+  get #window() {
+    return Math.max(WINDOW, this.#grid.room);
   }
 
   /** If the grid has the typed token only with a space in front, offer that token. */
@@ -229,10 +234,10 @@ export default class Lens extends View {
    * @param {number} size
    */
   #firstOf({ from }, position, size) {
-    const latest = Math.max(0, size - WINDOW);
+    const latest = Math.max(0, size - this.#window);
     const first = from === "" ? latest : readIndex(from, "position", size);
-    return position < first || position >= first + WINDOW
-      ? Math.min(latest, Math.max(0, position - WINDOW / 2))
+    return position < first || position >= first + this.#window
+      ? Math.min(latest, Math.max(0, position - Math.floor(this.#window / 2)))
       : first;
   }
 
@@ -425,21 +430,25 @@ export default class Lens extends View {
   }
 
   #showPager() {
-    const { first, size } = this.#shown;
-    const shownSize = Math.min(WINDOW, size - first);
+    const { first, size, answer } = this.#shown;
+    const shownSize = answer.layers[0].positions.length;
     const go = (/** @type {number} */ from) => () =>
-      this.context.navigate({ from: String(from), pos: String(Math.min(size - 1, from + WINDOW - 1)) });
-    this.#pager.hidden = size <= WINDOW;
+      this.context.navigate({ from: String(from), pos: String(Math.min(size - 1, from + this.#window - 1)) });
+    this.#pager.hidden = size <= this.#window;
     this.#pager.replaceChildren(
       el(
         "button",
-        { type: "button", disabled: first === 0, onclick: go(Math.max(0, first - WINDOW)) },
+        { type: "button", disabled: first === 0, onclick: go(Math.max(0, first - this.#window)) },
         "Earlier positions",
       ),
       `positions ${first} to ${first + shownSize - 1} of ${size}`,
       el(
         "button",
-        { type: "button", disabled: first + WINDOW >= size, onclick: go(Math.min(size - WINDOW, first + WINDOW)) },
+        {
+          type: "button",
+          disabled: first + this.#window >= size,
+          onclick: go(Math.min(size - this.#window, first + this.#window)),
+        },
         "Later positions",
       ),
     );

@@ -10,7 +10,7 @@ import { placeName } from "../network/names.js";
  * @param {number | null} probability
  */
 export function chance(probability) {
-  return probability === 0 ? "< 0.01 %" : percent(probability);
+  return probability === 0 ? "<\u00a00.01\u00a0%" : percent(probability);
 }
 
 /**

@@ -18,8 +18,12 @@ let boxes = 0;
  * @param {boolean} isPassedOn
  */
 export function verdict(agrees, isPassedOn = false) {
-  if (!agrees && isPassedOn) return el("strong", { class: "passed-on" }, "↳ differs only because of earlier numbers");
-  return el("strong", { class: agrees ? "agrees" : "differs" }, agrees ? "✓ agrees" : "✗ differs");
+  const [kind, says] = agrees
+    ? ["agrees", "✓ agrees"]
+    : isPassedOn
+      ? ["passed-on", "↳ passed on"]
+      : ["differs", "✗ differs"];
+  return el("span", { class: `verdict ${kind}` }, says);
 }
 
 /**
@@ -31,7 +35,7 @@ export function signed(value) {
 }
 
 /**
- * A stage with a button that opens its table. `entry`: that of stages.js. `place`: {tokens, vocabulary} for the labels.
+ * The rows of a stage: its verdict, and below it the table that its button opens. `entry`: that of stages.js. `place`: {tokens, vocabulary} for the labels.
  * @param {{
  *   entry: StageEntry, stage: PrintedStage, slips: Slip[], place: Labels, isOpen: boolean, onToggle: () => void,
  * }} printed
@@ -46,26 +50,19 @@ export function printedStage({ entry, stage, slips, place, isOpen, onToggle }) {
   );
   const what = published.squared ? " (the article prints the square of this stage)" : "";
   const head = el(
-    "p",
-    { class: "printed-head" },
-    button,
-    el("code", { class: "stage-name" }, stage.name),
-    verdict(published.agrees, published.from_previous?.agrees),
-    el("span", { class: "faint" }, `largest difference ${number(published.max_difference)}${what}`),
-    slips.length > 0
-      ? el(
-          "span",
-          { class: "differs" },
-          `⚠ ${slips.length} ${slips.length === 1 ? "number looks" : "numbers look"} wrong`,
-        )
-      : "",
+    "tr",
+    {},
+    el("th", { scope: "row" }, button, " ", el("code", { class: "stage-name" }, stage.name)),
+    el("td", {}, verdict(published.agrees, published.from_previous?.agrees)),
+    el("td", {}, number(published.max_difference), what),
+    el("td", { class: "differs" }, slips.length > 0 && `⚠ ${slips.length}`),
   );
   const box = el(
-    "div",
-    { id, hidden: !isOpen },
-    isOpen ? [el("p", { class: "faint" }, basis(published)), comparisonTable(entry, stage, slips, place)] : "",
+    "td",
+    { colspan: "4" },
+    isOpen && [el("p", { class: "faint" }, basis(published)), comparisonTable(entry, stage, slips, place)],
   );
-  return el("li", { dataset: { stage: stage.name } }, head, box);
+  return el("tbody", { dataset: { stage: stage.name } }, head, el("tr", { id, hidden: !isOpen }, box));
 }
 
 /** @param {Published} published */

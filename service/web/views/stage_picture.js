@@ -103,7 +103,8 @@ function scaled({ left, top, width, height }, scale) {
 }
 
 /**
- * Paint one head. Several numbers in one pixel are shown as one. A stage of one number for each token is a bar chart.
+ * Paint one head. Several numbers in one pixel are shown as one. A stage of one number for each token is a bar chart
+ * from zero to its largest number.
  * @param {ImageData} image
  * @param {Tile} tile
  * @param {number} head
@@ -121,22 +122,36 @@ function paintTile(image, tile, head, stage, drawn) {
   });
   const { columns, heads, hasKeys } = stage;
   const isBar = columns * heads === 1;
+  const longest = isBar ? Math.max(...positions.map((position) => sizeIn(stage, position))) : 0;
+  const gap = isBar && tile.height >= 4 * positions.length ? Math.ceil(tile.height / positions.length / 5) : 0;
   for (let y = 0; y < tile.height; y++) {
-    const position = positions[Math.floor((y * positions.length) / tile.height)];
+    const row = Math.floor((y * positions.length) / tile.height);
+    const isGap = Math.floor(((y + gap) * positions.length) / tile.height) > row;
+    const position = positions[row];
     const numbers = stage.rows.get(position);
     const opacity = chosen === null || chosen === position ? 255 : PALE;
     const end = Math.min(tile.width, image.width - tile.left);
-    if (!numbers || tile.top + y >= image.height) continue;
+    if (!numbers || isGap || tile.top + y >= image.height) continue;
     for (let x = 0; x < end; x++) {
       const from = Math.floor((x * columns) / tile.width);
       const to = Math.max(from + 1, Math.floor(((x + 1) * columns) / tile.width));
       const value =
         to === from + 1 ? numbers[head * columns + from] : sizeOf(numbers, head * columns + from, head * columns + to);
       const isMasked = hasKeys && from > position && (value === 0 || !Number.isFinite(value));
-      const isBeyondBar = isBar && x > (tile.width * Math.abs(value)) / range.high;
+      const isBeyondBar = isBar && x > (tile.width * Math.abs(value)) / longest;
       if (isMasked || isBeyondBar) continue;
       const dye = dyes[isBar ? BAR : colourIndex(value, range)];
       pixels[(tile.top + y) * image.width + tile.left + x] = Number.isFinite(value) ? (opacity << 24) | dye : MASKED;
     }
   }
+}
+
+/**
+ * The size of the only number of a token, or 0 if it is not finite.
+ * @param {PassStage} stage
+ * @param {number} position
+ */
+function sizeIn({ rows }, position) {
+  const value = Math.abs(rows.get(position)?.[0] ?? 0);
+  return Number.isFinite(value) ? value : 0;
 }

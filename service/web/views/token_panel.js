@@ -49,21 +49,27 @@ export class TokenPanel {
     this.element.append(
       this.#heading,
       this.#position,
-      el("h4", {}, "What if: other settings for this token"),
-      el(
-        "p",
-        {},
-        "The page computes ",
-        term("softmax"),
-        " from the ",
-        term("logit", "logits"),
-        "; the text above stays.",
-      ),
       el(
         "div",
         { class: "beside" },
-        el("div", {}, this.#sliders.element, this.#why, this.#said, this.#hint),
-        this.#bars,
+        el("div", {}, this.#bars, this.#hint),
+        el(
+          "div",
+          {},
+          el("h4", {}, "What if: other settings for this token"),
+          el(
+            "p",
+            {},
+            "The page computes ",
+            term("softmax"),
+            " from the ",
+            term("logit", "logits"),
+            "; the text above stays.",
+          ),
+          this.#sliders.element,
+          this.#why,
+          this.#said,
+        ),
       ),
     );
   }
@@ -87,7 +93,10 @@ export class TokenPanel {
       this.#row = { key, logits: logits.values };
     }
     this.#place = place;
-    this.#heading.textContent = `Token ${place.index + 1} of the continuation: ${quoted(place.token)}`;
+    const { token, index } = place;
+    this.#heading.textContent =
+      `Token ${index + 1} of the continuation: ${quoted(token)}, probability ${percent(token.probability)}, ` +
+      `no. ${count(rankOf(this.#row.logits, token.id))} of ${count(this.#row.logits.length)}`;
     this.#position.textContent = `Position ${count(place.ids.length)} in the other views, which count from 0 and with the prompt.`;
     this.#why.textContent = place.wasGreedy
       ? "The text had temperature 0, which leaves one token. Here it starts at 1: the network alone."
@@ -171,6 +180,15 @@ export class TokenPanel {
       "Continue",
     );
   }
+}
+
+/**
+ * The rank of a token by its logit, from 1, as the table counts.
+ * @param {Numbers} logits
+ * @param {number} id
+ */
+function rankOf(logits, id) {
+  return 1 + Array.prototype.filter.call(logits, (logit) => logit > logits[id]).length;
 }
 
 /**

@@ -98,8 +98,8 @@ export default class Weights extends View {
     this.#request = { path: `/weights/${info.name}`, body: null, query: Object.fromEntries(query) };
     const answer = await getJson(path, signal);
     this.#showControls(infos, info, headDim ? { size: info.shape[0], head } : null, rows, columns);
-    this.#showMeaning(info, answer);
     this.#showMap(answer, rows, columns);
+    this.#showMeaning(info, answer);
     return undefined;
   }
 
@@ -178,7 +178,8 @@ export default class Weights extends View {
     this.#facts.textContent =
       `${name}: ${shape.map((size, axis) => `${count(size)} ${dims[axis]}`).join(" × ")}, ` +
       `${count(num_parameters)} numbers, ${quantization ? `stored as ${quantization}, ` : ""}${dtype}` +
-      `${tied_to ? `; the same numbers as ${tied_to}` : ""}.`;
+      `${tied_to ? `; the same numbers as ${tied_to}` : ""}. ` +
+      `In the picture, a row is one ${this.#map.data.rowName}, and a column one ${this.#map.data.columnName}.`;
   }
 
   /**

@@ -11,6 +11,7 @@ import { placeOf, printedStage, verdict } from "./printed_stage.js";
 /**
  * @import { Architecture, PrintedStage, PublishedResult, Published, Slip, Token, WorkedAnswer } from "../answers.js"
  * @import { WorkedExampleEntry } from "../answers.js"
+ * @import { Child } from "../dom.js"
  * @import { Article } from "../articles.js"
  * @import { ViewState } from "../view.js"
  * @import { Labels } from "./printed_stage.js"
@@ -26,6 +27,13 @@ const RESULTS = {
   prediction_probability: "Probability of this token",
 };
 const UNKNOWN = /** @type {Architecture} */ ({}); // of an article that the page does not know: its labels are plain
+/** What a stage belongs to, by the part of the network. @type {[RegExp, string][]} */
+const GROUPS = [
+  [/^(embed|pos_embed)$/, "Embeddings"],
+  [/^(resid_pre|ln1|attn|resid_mid)/, "Attention"],
+  [/^(ln2|mlp|resid_post)/, "Feed-forward network"],
+  [/./, "Prediction"],
+];
 const asList = (/** @type {string} */ text) => (text === "" ? [] : text.split(","));
 
 export default class WorkedExamples extends View {
@@ -38,7 +46,7 @@ export default class WorkedExamples extends View {
   #about = el("section", { "aria-label": "About the article" });
   #results = el("section", { "aria-label": "Results" });
   #slips = el("section", { class: "long", "aria-label": "Numbers that look wrong", tabindex: "-1" });
-  #stages = el("ol", { class: "printed" });
+  #stages = el("table", { class: "printed", "aria-label": "Printed stages" });
   /** @type {Record<string, unknown> | null} the request whose answer is shown */
   #body = null;
 
@@ -61,7 +69,16 @@ export default class WorkedExamples extends View {
       el(
         "div",
         { class: "beside" },
-        el("div", { class: "long" }, el("h3", {}, "Printed stages, in the order of computation"), this.#stages),
+        el(
+          "div",
+          { class: "long" },
+          el("h3", {}, "Printed stages, in the order of computation"),
+          el(
+            "div",
+            { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of printed stages" },
+            this.#stages,
+          ),
+        ),
         this.#slips,
       ),
     );
@@ -120,20 +137,23 @@ export default class WorkedExamples extends View {
     this.#showArticle(example, article, printed, answer.worked_example.slips);
     this.#showResults(answer.worked_example.results, printed, place);
     this.#showSlips(answer.worked_example.slips, printed, architecture, place);
-    this.#stages.replaceChildren(
-      ...printed.map((stage) => {
-        const entry = describe(stage.name, architecture);
-        const slips = answer.worked_example.slips.filter((slip) => slip.stage === stage.name);
-        return printedStage({
-          entry,
-          stage,
-          slips,
-          place,
-          isOpen: open.includes(stage.name),
-          onToggle: () => this.#toggle(stage.name, open),
-        });
-      }),
-    );
+    let group = "";
+    const stages = printed.flatMap((stage) => {
+      const entry = describe(stage.name, architecture);
+      const slips = answer.worked_example.slips.filter((slip) => slip.stage === stage.name);
+      const rows = printedStage({
+        entry,
+        stage,
+        slips,
+        place,
+        isOpen: open.includes(stage.name),
+        onToggle: () => this.#toggle(stage.name, open),
+      });
+      const before = group;
+      group = GROUPS.find(([pattern]) => pattern.test(entry.part))?.[1] ?? "";
+      return group === before ? [rows] : [groupRow(group), rows];
+    });
+    this.#stages.replaceChildren(headOf(["stage", "status", "largest difference", "look wrong"]), ...stages);
   }
 
   /**
@@ -213,14 +233,14 @@ export default class WorkedExamples extends View {
         el("td", {}, verdict(result.agrees, isPassedOn(result, probabilities, place))),
       ),
     );
-    const head = el(
-      "tr",
-      {},
-      ["result", "printed", "computed", ""].map((name) => el("th", { scope: "col" }, name)),
-    );
     this.#results.replaceChildren(
       el("h3", {}, "Results"),
-      el("table", { "aria-label": "Results" }, el("thead", {}, head), el("tbody", {}, rows)),
+      el(
+        "table",
+        { "aria-label": "Results" },
+        headOf(["result", "printed", "computed", "status"]),
+        el("tbody", {}, rows),
+      ),
     );
   }
 
@@ -234,31 +254,29 @@ export default class WorkedExamples extends View {
     this.#slips.replaceChildren(el("h3", {}, "Numbers that look wrong"));
     if (slips.length === 0)
       return this.#slips.append(el("p", {}, "None: every printed number follows from the numbers printed before it."));
-    const rows = slips.map((slip) => {
-      const stage = printed.find(({ name }) => name === slip.stage);
-      const at = stage ? `: ${placeOf(slip, stage, place)}` : "";
-      const label = `${describe(slip.stage, architecture).label}${at}`;
-      return el(
-        "tr",
-        {},
-        el("th", { scope: "row" }, label, " ", el("code", {}, slip.stage)),
-        el("td", {}, slip.printed.replace("-", "−")),
-        el("td", {}, number(slip.from_printed)),
-        el("td", {}, number(slip.allowed)),
+    const bodies = [...Map.groupBy(slips, (slip) => slip.stage)].map(([name, some]) => {
+      const stage = printed.find((each) => each.name === name);
+      const rows = some.map((slip) =>
+        el(
+          "tr",
+          {},
+          el("th", { scope: "row" }, stage ? placeOf(slip, stage, place) : ""),
+          el("td", {}, slip.printed.replace("-", "−")),
+          el("td", {}, number(slip.from_printed)),
+          el("td", {}, number(slip.allowed)),
+        ),
       );
+      const group = groupRow(describe(name, architecture).label, " ", el("code", {}, name));
+      group.append(...rows);
+      return group;
     });
-    const head = el(
-      "tr",
-      {},
-      ["where", "printed", "should be", "rounding can change it by"].map((name) => el("th", { scope: "col" }, name)),
-    );
     const count =
       "These numbers do not follow from the numbers printed before them. Each difference is larger than rounding " +
       "explains.";
     const table = el(
       "div",
       { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of numbers that look wrong" },
-      el("table", {}, el("thead", {}, head), el("tbody", {}, rows)),
+      el("table", {}, headOf(["where", "printed", "should be", "rounding can change it by"]), bodies),
     );
     return this.#slips.append(el("p", {}, count), table);
   }
@@ -274,13 +292,34 @@ async function answerOf(body, signal) {
   return /** @type {WorkedAnswer} */ (/** @type {unknown} */ (answer));
 }
 
+/** @param {string[]} names */
+function headOf(names) {
+  return el(
+    "thead",
+    {},
+    el(
+      "tr",
+      {},
+      names.map((name) => el("th", { scope: "col" }, name)),
+    ),
+  );
+}
+
+/**
+ * The heading of some rows of a table with four columns.
+ * @param {...Child} label
+ */
+function groupRow(...label) {
+  return el("tbody", { class: "group" }, el("tr", {}, el("th", { scope: "rowgroup", colspan: "4" }, label)));
+}
+
 /** What the signs of results, stages and numbers mean. */
 function legend() {
   const kinds = [
     [verdict(true), " after rounding. "],
-    [verdict(false, true), ", rounded or wrong. "],
+    [verdict(false, true), ": differs only because of earlier numbers, rounded or wrong. "],
     [verdict(false), " from what the numbers before it give. "],
-    [el("strong", { class: "differs" }, "⚠ looks wrong"), ": such a single number."],
+    [el("span", { class: "verdict differs" }, "⚠ looks wrong"), ": such a single number."],
   ];
   return el("p", { class: "legend", "aria-label": "Signs" }, kinds);
 }
