@@ -476,3 +476,20 @@ def test_edits_are_applied_and_the_head_that_they_change_the_most_is_found(page:
     open_view(page, base, "attention", prompt=PROMPT)
     assert "without the edits" not in page.locator("attention-head").inner_text()
     assert not page.locator("attention-ranking option[value=changed]").is_visible()
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "Once upon a time"])
+def test_the_parts_stand_in_two_columns_that_the_arcs_fill(page: "Page", base: str, prompt: str) -> None:
+    page.set_viewport_size({"width": 1440, "height": 900})
+    open_view(page, base, "attention", prompt=prompt)
+    left = "attention-view .narrow", "attention-arcs"
+    right = "attention-head heat-map", "attention-head .bars"
+    for parts in (left, right):
+        places = [page.locator(each).first.evaluate("each => each.getBoundingClientRect().x") for each in parts]
+        assert max(places) - min(places) < 1
+    room, drawn = page.evaluate(
+        """["attention-arcs", "attention-arcs svg"].map((each) =>
+        document.querySelector(each).getBoundingClientRect().width)"""
+    )
+    assert drawn <= room
+    assert prompt != PROMPT or drawn > 0.9 * room

@@ -16,7 +16,7 @@ from tests.service.checkpoints import write_checkpoint
 from tests.service.running import PATIENCE_SECONDS, Start
 from tests.web.browsing import Findings, open_view, url_of, wait_until_ready, wait_until_settled
 from tests.web.conftest import OpenPage
-from tests.web.reading import percent, read_number, shown
+from tests.web.reading import NO_BREAK, TINY, percent, read_number, shown
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page, Route
@@ -91,6 +91,23 @@ def test_both_runs_stand_side_by_side_with_their_differences(page: "Page", base:
     said = page.locator("edit-comparison .answer").inner_text()
     assert percent(max(each["probability"] for each in edited.values())) in said
     assert f"{answer['baseline']['loss']['mean']:.4g}" in page.locator("edit-comparison").inner_text()
+
+
+def test_a_token_below_the_listed_ones_has_a_bound_with_one_sign(page: "Page", base: str) -> None:
+    open_view(page, base, "edits", prompt=PROMPT)
+    texts = page.evaluate(
+        """([values]) => values.map((last) => {
+          const comparison = document.createElement("edit-comparison");
+          document.body.append(comparison);
+          const run = (id, rest) => ({ predictions: [{ position: 0, top: [
+            { id, text: String(id), probability: 0.9, logit: 1 }, ...rest] }], loss: { mean: 1 } });
+          const other = { id: 3, text: "3", probability: last, logit: 0 };
+          comparison.show({ ...run(1, [other]), baseline: run(2, [other]), tokens: [{ text: "a" }], changes: [] });
+          return comparison.querySelector("tbody tr").cells[3].textContent;
+        })""",
+        [[0.00001, 0.02]],
+    )
+    assert texts == [TINY, f"≤{NO_BREAK}{percent(0.02)}"]
 
 
 def test_bars_say_how_far_each_stage_moved(page: "Page", base: str) -> None:
@@ -172,6 +189,7 @@ def test_attribution_has_the_shares_of_the_service_and_a_part_can_be_ablated(pag
     assert abs(read_number(rows[13][2]) - answer["logit"]) <= 6e-4 * abs(answer["logit"])
     assert abs(sum(read_number(row[2]) for row in rows[:13]) - answer["logit"]) < 0.01
     starts = bar_starts(page)
+    assert len(starts) == 12  # rounding is no share, and the sum has no bar
     zero = max(start for start, _ in starts)
     for row, (start, length) in zip(rows, starts, strict=False):
         end = start + length if row[2].startswith("\N{MINUS SIGN}") else start

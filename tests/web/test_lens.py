@@ -290,6 +290,17 @@ def test_a_long_prompt_is_shown_in_parts(page: "Page", base: str) -> None:
     assert [text for text, _ in grid_of(page)[-1]] == [shown(each["top"][0]["text"]) for each in expected]
 
 
+def test_a_wide_screen_shows_as_many_positions_as_fit(page: "Page", base: str) -> None:
+    page.set_viewport_size({"width": 2560, "height": 1440})
+    open_view(page, base, "lens", prompt="Once upon a time, " * 12)
+    number, in_sight, num_cut = columns_in_sight(page)
+    assert number == in_sight == 36
+    assert num_cut == 0
+    page.get_by_role("button", name="Earlier positions").click()
+    wait_until_ready(page)
+    assert columns_in_sight(page)[:2] == (36, 36)
+
+
 def test_a_wrong_row_position_or_number_of_tokens_is_an_error(page: "Page", base: str, findings: Findings) -> None:
     for wrong, said in (
         ("row=9", "“9”"),

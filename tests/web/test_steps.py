@@ -186,3 +186,14 @@ def test_a_wrong_address_is_an_error(
     assert wait_until_settled(page) == "error"
     assert message in page.locator("#error").inner_text()
     findings.clear()  # the browser logs answers with an error status
+
+
+def test_picture_and_figures_stand_side_by_side(page: "Page", base: str) -> None:
+    page.set_viewport_size({"width": 1440, "height": 900})
+    open_view(page, base, "steps")
+    picture, figures = (page.locator(each).bounding_box() for each in (".cache-picture", ".cache-figures"))
+    assert picture is not None
+    assert figures is not None
+    assert picture["x"] + picture["width"] < figures["x"]
+    assert figures["y"] < picture["y"] + picture["height"]
+    assert figures["x"] + figures["width"] <= 1440
