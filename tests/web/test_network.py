@@ -332,7 +332,7 @@ def test_the_chapters_of_an_article_have_its_numbers_and_show_the_network_of_the
     (entry,) = (each for each in bundled.get("/models").json()["models"] if each["name"] == "a-tokens-journey")
     answer = bundled.answer("/forward", model=entry["name"], prompt=entry["prompt"]["text"], stages=["*"])
     loss = answer["loss"]
-    found = re.match(r"(\S+)\. The greatest surprise was .*: \u2212ln (\S+ %) = (\S+)\.", chapters["09 · Loss"])
+    found = re.match(r"(\S+)\. The greatest surprise was .*: \u2212ln (\S+\s%) = (\S+)\.", chapters["09 · Loss"])
     assert found is not None, chapters["09 · Loss"]
     assert read_number(found[1]) == pytest.approx(loss["mean"], rel=SIGNIFICANT)
     assert read_number(found[3]) == pytest.approx(max(filter(None, loss["per_token"])), rel=SIGNIFICANT)
