@@ -1,13 +1,13 @@
 // <cell-arithmetic>: how one number was computed, with the numbers in the formula. Each leads to where it comes from.
 
 import { el } from "../dom.js";
-import { number } from "../format.js";
+import { count, number } from "../format.js";
 import { bar } from "../draw/bars.js";
-import { said } from "./arithmetic/explanation.js";
+import { LISTED, MOST_TERMS, said } from "./arithmetic/explanation.js";
 
 /**
  * @import { Child } from "../dom.js"
- * @import { Explained, Explanation, Num } from "./arithmetic/explanation.js"
+ * @import { Explained, Explanation, Num, Term } from "./arithmetic/explanation.js"
  */
 
 /** Event "go" with detail {stage, row, column} when a number is chosen. */
@@ -51,7 +51,32 @@ export class CellArithmetic extends HTMLElement {
   }
 
   /** @param {Explanation} explanation */
-  #terms({ columns, terms, rest }) {
+  #terms(explanation) {
+    const { terms } = explanation;
+    if (terms.length <= LISTED) return this.#table(explanation, terms, "The largest terms.");
+    const few = this.#table(explanation, terms.slice(0, LISTED), `The largest terms. ${explanation.rest}`);
+    const region = el("div", {}, few);
+    const words = `Show ${terms.length < MOST_TERMS ? "all" : "the"} ${count(terms.length)} terms`;
+    const toggle = el("button", { type: "button", class: "small", "aria-expanded": "false" }, words);
+    const all = () => {
+      const sorted = terms.toSorted((one, other) => Math.abs(other.share) - Math.abs(one.share));
+      return this.#table(explanation, sorted, `${count(terms.length)} terms, the largest first.`);
+    };
+    toggle.addEventListener("click", () => {
+      const isOpen = toggle.getAttribute("aria-expanded") === "true";
+      toggle.setAttribute("aria-expanded", String(!isOpen));
+      toggle.textContent = isOpen ? words : `Show the ${LISTED} largest terms`;
+      region.replaceChildren(isOpen ? few : all());
+    });
+    return [toggle, region];
+  }
+
+  /**
+   * @param {Explanation} explanation
+   * @param {Term[]} terms
+   * @param {string} caption
+   */
+  #table({ columns }, terms, caption) {
     const largest = Math.max(...terms.map(({ share }) => Math.abs(share)), 1e-12);
     const body = terms.map(({ name, cells, share }) =>
       el(
@@ -68,11 +93,10 @@ export class CellArithmetic extends HTMLElement {
       columns.map((name) => (name ? el("th", { scope: "col" }, name) : el("td", {}))),
       el("td", {}),
     );
-    const caption = el("caption", {}, `The largest terms. ${rest}`);
     return el(
       "div",
       { class: "scroll", tabindex: "0", role: "region", "aria-label": "Terms" },
-      el("table", { class: "terms" }, caption, el("thead", {}, head), el("tbody", {}, body)),
+      el("table", { class: "terms" }, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, body)),
     );
   }
 }

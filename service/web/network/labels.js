@@ -1,18 +1,18 @@
-// The words of the picture: the tokens at its beginning, the predictions at its end, blocks and stages above it, and
-// the numbers inside cells that are large enough.
+// The words in the picture: the tokens at its beginning, the predictions at its end, and the numbers inside cells that
+// are large enough.
 
 import { number, percent, shown } from "../format.js";
 import { colour, textOn } from "../draw/colours.js";
 import { bandOf, isSplit } from "./scene.js";
-import { headPlaces } from "./strips.js";
+import { headPlaces, isMasked } from "./strips.js";
 
 /**
  * @import { Item } from "./items.js"
  * @import { Scene } from "./scene.js"
  */
 
-const FONT = "system-ui, sans-serif";
-const MONO = 'ui-monospace, "DejaVu Sans Mono", monospace';
+export const FONT = "system-ui, sans-serif";
+export const MONO = 'ui-monospace, "DejaVu Sans Mono", monospace';
 const CELL = { length: 46, breadth: 13 }; // pixels from which a cell shows its number
 const LINE = 15;
 
@@ -119,68 +119,30 @@ export function drawTokens(scene, gutter) {
 }
 
 /**
- * Names of blocks, and of stages where they have room.
- * @param {Scene} scene
- * @param {number} height pixels before the rows
- */
-export function drawHeadings(scene, height) {
-  const { plane, layout, line, palette } = scene;
-  const { context } = plane;
-  context.textBaseline = "middle";
-  for (const { layer, first, last } of line.blocks) {
-    const [start, end] = [layout.startOf(first), layout.startOf(last) + layout.widthOf(last)];
-    if (end < 0 || start > layout.length) continue;
-    context.strokeStyle = palette.line;
-    context.lineWidth = 1;
-    context.beginPath();
-    plane.moveTo(start, -height + 4);
-    plane.lineTo(start, layout.rowsInSight);
-    context.stroke();
-    const middle = (Math.max(0, start) + Math.min(layout.length, end)) / 2;
-    context.font = `600 12px ${FONT}`;
-    context.fillStyle = palette.text;
-    context.textAlign = plane.isDown ? "left" : "center";
-    if (plane.isDown) plane.text(`L${layer}`, Math.max(0, start) + 10, -height + 2);
-    else if (end - start > 18) plane.text(`L${layer}`, middle, -height + 10);
-  }
-  if (!plane.isDown) stageNames(scene, height);
-  context.textAlign = "left";
-}
-
-/**
- * @param {Scene} scene
- * @param {number} height
- */
-function stageNames({ plane, layout, line, palette, pointed }, height) {
-  const { context } = plane;
-  const [from, to] = layout.span;
-  context.font = `11px ${FONT}`;
-  context.textAlign = "center";
-  for (let index = from; index < to; index++) {
-    const { part, kind } = line.items[index];
-    const [start, width] = [layout.startOf(index), layout.widthOf(index)];
-    if (kind === "predictions") continue;
-    const room = Math.min(layout.length, start + width) - Math.max(0, start);
-    const names = kind === "bands" ? ["attention"] : [part, part.replace(/^(attn|mlp|ln\d(_post)?)[._]/, "")];
-    const text = names.find((name) => context.measureText(name).width <= room - 2);
-    if (text === undefined) continue;
-    context.fillStyle = pointed?.item === index ? palette.text : palette.faint;
-    plane.text(text, Math.max(0, start) + room / 2, -height + 26);
-  }
-}
-
-/**
- * The numbers inside the cells in sight, if there is room for them, and the names of heads above.
+ * Whether the cells of a stage are large enough for their numbers.
  * @param {Scene} scene
  * @param {Item} item
  * @param {number} index
  */
-export function drawNumbers({ plane, layout, pass, palette }, item, index) {
+export function hasNumbers({ plane, layout }, item, index) {
+  const [{ size }] = headPlaces(item, layout.startOf(index), layout.widthOf(index));
+  const [along, across] = plane.isDown ? [CELL.breadth, CELL.length - 12] : [CELL.length, CELL.breadth];
+  return size / item.columns >= along && layout.rowSize >= across;
+}
+
+/**
+ * The numbers inside the cells in sight, if there is room for them.
+ * @param {Scene} scene
+ * @param {Item} item
+ * @param {number} index
+ */
+export function drawNumbers(scene, item, index) {
+  if (!hasNumbers(scene, item, index)) return;
+  const { plane, layout, pass, palette } = scene;
   const { context } = plane;
   const places = headPlaces(item, layout.startOf(index), layout.widthOf(index));
   const size = places[0].size / item.columns;
-  const [needed, room] = plane.isDown ? [CELL.breadth, layout.rowSize] : [CELL.length, layout.rowSize];
-  if (size < needed || room < (plane.isDown ? CELL.length - 12 : CELL.breadth)) return;
+  const room = (plane.isDown ? layout.rowSize : size) - 4;
   const range = pass.range(item.name);
   const [begin, end] = bandOf(item.height, item.branch !== null, layout.rowSize);
   const [first, last] = layout.rows;
@@ -201,8 +163,9 @@ export function drawNumbers({ plane, layout, pass, palette }, item, index) {
           range.isSigned ? share : Math.sqrt(Math.max(0, share)),
           range.isSigned ? "diverging" : "sequential",
         );
-        context.fillStyle = Number.isFinite(value) ? textOn(under) : palette.faint;
-        plane.text(brief(value), place.begin + (column + 0.5) * size, across, (plane.isDown ? room : size) - 4);
+        const isHidden = !Number.isFinite(value) || isMasked(pass, item, row, head * item.columns + column);
+        context.fillStyle = isHidden ? palette.text : textOn(under);
+        plane.text(brief(value), place.begin + (column + 0.5) * size, across, room);
       }
     }
   });

@@ -19,6 +19,39 @@ export function placeName(layer, part) {
   return `L${layer} ${part === "FFN" ? part : `H${part}`}`;
 }
 
+/** Short names of stages, for pictures. @type {Record<string, string[] | undefined>} */
+const SHORT = {
+  embed: ["Embedding"],
+  pos_embed: ["Position"],
+  resid_pre: ["Stream"],
+  "attn.rot_q": ["Rot. queries"],
+  "attn.rot_k": ["Rot. keys"],
+  "attn.attn_scores": ["Masked"],
+  "attn.pattern": ["Pattern"],
+  "attn.z": ["Outputs of heads", "Heads"],
+  attn_out: ["Output"],
+  resid_mid: ["Stream"],
+  "mlp.pre": ["Input"],
+  "mlp.pre_linear": ["Up"],
+  "mlp.router_logits": ["Router"],
+  "mlp.expert_weights": ["Weights"],
+  "mlp.expert_indices": ["Experts"],
+  mlp_out: ["Output"],
+  resid_post: ["Stream"],
+  bands: ["Attention"],
+};
+/** @type {Record<string, string>} */
+const NORM_STEPS = { scale: "Divisor", normalized: "Divided", out: "Norm" };
+
+/**
+ * What the picture may call an item, the longest name first.
+ * @param {import("./items.js").Item} item
+ */
+export function namesOf({ part, label }) {
+  const step = NORM_STEPS[/^(?:ln|attn\.[qk]_norm).*\.(\w+)$/.exec(part)?.[1] ?? ""];
+  return [label, ...(step ? [step] : label === "Gate" ? [] : (SHORT[part] ?? []))];
+}
+
 /**
  * The name of a number, a stage of a token, or bands.
  * @param {Parts} parts

@@ -9,7 +9,7 @@ import { LEAST_PIXELS, paint } from "./paint.js";
 import { Plane } from "./plane.js";
 import { Pointing } from "./pointing.js";
 import { paletteOf } from "./scene.js";
-import { headPlaces, Strips } from "./strips.js";
+import { headPlaces, maskOf, Strips } from "./strips.js";
 
 /**
  * @import { Line } from "./items.js"
@@ -19,7 +19,8 @@ import { headPlaces, Strips } from "./strips.js";
  */
 
 const NARROW = 640; // pixels of the page below which the computation goes down
-const HEADING = { across: 36, down: 26 };
+const HEADING = { across: 46, down: 30 };
+const KEYS = { across: 15, down: 44, letter: 6.2, most: 70, cell: 9.5 }; // room for the tokens of keys in the heading
 const GUTTER = { letter: 7.9, numbers: 40, least: 70, most: 150, down: 66 };
 const HEIGHT = { least: 300, below: 120, down: 620 };
 const SETTLE_MILLISECONDS = 140;
@@ -34,11 +35,14 @@ export class NetworkCanvas extends HTMLElement {
   #motion = new Motion();
   /** @type {Scene | null} */
   #scene = null;
-  #margins = { gutter: 0, heading: 0 };
+  #margins = { gutter: 0, heading: 0, keys: 0 };
+  /** @type {number | null} the stage that is zoomed to */
+  #focus = null;
   #frame = 0;
   #settle = 0;
-  #width = 0;
-  #resized = new ResizeObserver(() => this.measure());
+  #measured = "";
+  #measure = () => this.measure();
+  #resized = new ResizeObserver(this.#measure);
   #restyle = () => {
     if (this.#scene) this.#restrip();
     this.redraw();
@@ -50,11 +54,13 @@ export class NetworkCanvas extends HTMLElement {
       new Pointing(this, this.#canvas);
     }
     addEventListener("themechange", this.#restyle);
+    addEventListener("resize", this.#measure);
     this.#resized.observe(this);
   }
 
   disconnectedCallback() {
     removeEventListener("themechange", this.#restyle);
+    removeEventListener("resize", this.#measure);
     this.#resized.disconnect();
     this.#motion.stop();
   }
@@ -72,8 +78,10 @@ export class NetworkCanvas extends HTMLElement {
    * @param {Line} line
    * @param {Pass} pass
    * @param {{ row: number, head: number | null, chosen: Spot | null }} look
+   * @param {number | null} focus the stage that is zoomed to
    */
-  show(line, pass, look) {
+  show(line, pass, look, focus) {
+    this.#focus = focus;
     const isNew = this.#scene?.pass !== pass;
     if (isNew) {
       const layout = new Layout(line, pass.tokens.length);
@@ -87,9 +95,31 @@ export class NetworkCanvas extends HTMLElement {
     return isNew;
   }
 
-  /** Fit the picture to the page, if its width has changed. */
+  /** Fit the picture to the page, if its place or what it shows has changed. */
   measure() {
-    if (this.clientWidth > 0 && this.clientWidth !== this.#width) this.#resize();
+    if (this.clientWidth > 0 && this.#measured !== JSON.stringify(this.#room())) this.#resize();
+  }
+
+  /** The width and height that the picture may take, and the heading that it needs. */
+  #room() {
+    const width = this.clientWidth || 900;
+    const top = Math.round(this.getBoundingClientRect().top + scrollY);
+    const height = Math.max(HEIGHT.least, innerHeight - top - HEIGHT.below);
+    return { width, height, keys: this.#keysRoom(width) };
+  }
+
+  /**
+   * Pixels of the heading for the tokens of keys: none, if their columns are too narrow.
+   * @param {number} width
+   */
+  #keysRoom(width) {
+    if (!this.#scene || this.#focus === null) return 0;
+    const { line, pass, chosen } = this.#scene;
+    const { heads, columns, hasKeys } = line.items[this.#focus];
+    if (!hasKeys) return 0;
+    if (chosen) return width < NARROW ? KEYS.down : KEYS.across;
+    if (width < NARROW || (width - GUTTER.most) / (heads * columns + heads) < KEYS.cell) return 0;
+    return Math.min(KEYS.most, 8 + KEYS.letter * longest(pass));
   }
 
   /** Let the pass move through the network, as far as it is in sight. */
@@ -148,10 +178,11 @@ export class NetworkCanvas extends HTMLElement {
     const names = line.items.flatMap(({ name, kind }, index) =>
       index >= from && index < to && layout.widthOf(index) >= LEAST_PIXELS && /strip|gate/.test(kind) ? [name] : [],
     );
+    const masks = names.filter((name) => maskOf(name) !== name).map(maskOf);
     const layers = line.items.flatMap(({ kind, layer }, index) =>
       kind === "bands" && index >= from && index < to && layer !== null ? [layer] : [],
     );
-    return { names, layers, rows, row };
+    return { names: [...new Set([...names, ...masks])], layers, rows, row };
   }
 
   /**
@@ -215,19 +246,21 @@ export class NetworkCanvas extends HTMLElement {
   #resize() {
     if (!this.#scene) return;
     const { layout, pass, plane } = this.#scene;
-    this.#width = this.clientWidth || 900;
-    plane.isDown = this.#width < NARROW;
-    const room = Math.max(HEIGHT.least, innerHeight - this.getBoundingClientRect().top - scrollY - HEIGHT.below);
-    const longest = Math.max(...pass.tokens.map((token) => shown(token).length));
+    const room = this.#room();
+    const { width, height, keys } = room;
+    this.#measured = JSON.stringify(room);
+    plane.isDown = width < NARROW;
     if (plane.isDown) {
-      this.#margins = { gutter: GUTTER.down, heading: HEADING.down };
-      layout.resize(HEIGHT.down - GUTTER.down, this.#width - HEADING.down, true);
-      plane.resize(this.#width, HEIGHT.down);
+      const heading = HEADING.down + keys;
+      this.#margins = { gutter: GUTTER.down, heading, keys };
+      layout.resize(HEIGHT.down - GUTTER.down, width - heading, true);
+      plane.resize(width, HEIGHT.down);
     } else {
-      const gutter = Math.min(GUTTER.most, Math.max(GUTTER.least, GUTTER.letter * longest + GUTTER.numbers));
-      this.#margins = { gutter, heading: HEADING.across };
-      layout.resize(this.#width - gutter, room - HEADING.across, false);
-      plane.resize(this.#width, HEADING.across + layout.rowsInSight);
+      const heading = HEADING.across + keys;
+      const gutter = Math.min(GUTTER.most, Math.max(GUTTER.least, GUTTER.letter * longest(pass) + GUTTER.numbers));
+      this.#margins = { gutter, heading, keys };
+      layout.resize(width - gutter, height - heading, false);
+      plane.resize(width, heading + layout.rowsInSight);
     }
     this.#restrip();
     this.redraw();
@@ -244,6 +277,11 @@ export class NetworkCanvas extends HTMLElement {
     cancelAnimationFrame(this.#frame);
     if (this.#scene) paint(this.#scene, this.#margins);
   }
+}
+
+/** The number of letters of the longest token. @param {Pass} pass */
+function longest({ tokens }) {
+  return Math.max(...tokens.map((token) => shown(token).length));
 }
 
 /**

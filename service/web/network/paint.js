@@ -1,14 +1,16 @@
 // Draw one picture of the network, from the ground up: rows, rivers, branches, bands, strips, gates, words, and marks.
 
 import { drawBands } from "./bands.js";
-import { drawHeadings, drawNumbers, drawPredictions, drawTokens } from "./labels.js";
+import { drawHeadings } from "./headings.js";
+import { drawNumbers, drawPredictions, drawTokens, hasNumbers } from "./labels.js";
 import { drawBranches, drawGates, drawRivers } from "./river.js";
 import { bandOf, strength } from "./scene.js";
 import { headPlaces } from "./strips.js";
 
 /**
  * @import { Scene, Spot } from "./scene.js"
- * @typedef {{ gutter: number, heading: number }} Margins before the network, along and across
+ * @typedef {{ gutter: number, heading: number, keys: number }} Margins before the network, along and across; `keys`: the
+ *   part of the heading for the tokens of keys
  */
 
 export const LEAST_PIXELS = 1.5; // of a stage that is drawn
@@ -18,7 +20,8 @@ const GROUP = 64; // columns of a large stage that are drawn together
  * @param {Scene} scene
  * @param {Margins} margins
  */
-export function paint(scene, { gutter, heading }) {
+export function paint(scene, margins) {
+  const { gutter, heading } = margins;
   const { plane, layout, palette } = scene;
   const { context } = plane;
   context.save();
@@ -48,7 +51,7 @@ export function paint(scene, { gutter, heading }) {
   context.restore();
   context.save();
   plane.clip(-gutter, -heading, layout.length + gutter, layout.rowsInSight + heading);
-  drawHeadings(scene, heading);
+  drawHeadings(scene, margins);
   context.restore();
   context.restore();
 }
@@ -104,7 +107,7 @@ function drawStrips(scene) {
           [0, (row - first) * steps, strip.columns, count * steps],
           [place.begin + all[0] * size, layout.rowStart(row), pixels, count * layout.rowSize],
         );
-      context.globalAlpha = strength(0.78, 0.7);
+      context.globalAlpha = hasNumbers(scene, item, index) ? 1 : strength(0.78, 0.7); // numbers need their full contrast
       draw(first, last - first);
       context.globalAlpha = 1;
       if (chosen >= first && chosen < last) draw(chosen, 1);

@@ -14,7 +14,8 @@ import { bandOf } from "./scene.js";
 
 const STEPS = 16; // pixels of a picture for each row, of which a strip colours some
 const KEPT_PIXELS = 24e6;
-const HOLE = 4; // pixels between heads, if there is room for them
+const HOLE = 12; // pixels between heads, if there is room for them
+const GREY = 0x50808080; // of what is masked
 
 /** Strips of a pass, which are drawn when they are first seen. */
 export class Strips {
@@ -51,7 +52,8 @@ export class Strips {
   get(item, columns, rows, pixels) {
     const count = columns[1] - columns[0];
     const bin = pixels >= count ? 1 : 2 ** Math.ceil(Math.log2(count / Math.max(1, pixels)));
-    const key = [item.name, bin, ...columns, ...rows, this.#pass.stages.get(item.name)?.version].join();
+    const versions = [item.name, maskOf(item.name)].map((name) => this.#pass.stages.get(name)?.version);
+    const key = [item.name, bin, ...columns, ...rows, ...versions].join();
     const kept = this.#kept.get(key);
     if (kept) return kept;
     const strip = this.#draw(item, columns, rows, bin);
@@ -91,7 +93,8 @@ export class Strips {
           bin === 1
             ? numbers[first + column]
             : sizeOf(numbers, first + column * bin, Math.min(end, first + (column + 1) * bin));
-        const dye = Number.isFinite(value) ? packed[colourIndex(value, range)] : 0x30808080;
+        const isHidden = !Number.isFinite(value) || isMasked(this.#pass, item, row, first + column * bin);
+        const dye = isHidden ? GREY : packed[colourIndex(value, range)];
         for (let step = band[0]; step < band[1]; step++) {
           const across = (row - from) * STEPS + step;
           pixels[this.#isDown ? column * w + across : across * w + column] = dye;
@@ -101,6 +104,23 @@ export class Strips {
     context.putImageData(image, 0, 0);
     return { canvas, columns: width, steps: height };
   }
+}
+
+/**
+ * The stage that says which keys are masked: its scores are −∞ there. Other stages than those of attention have none.
+ * @param {string} name
+ */
+export const maskOf = (name) => name.replace(/attn\.(scores|pattern)$/, "attn.attn_scores");
+
+/**
+ * Whether the mask hides a number, as far as the masked scores are here.
+ * @param {Pass} pass
+ * @param {Item} item
+ * @param {number} row
+ * @param {number} column of all heads together
+ */
+export function isMasked(pass, { name, hasKeys }, row, column) {
+  return hasKeys && pass.row(maskOf(name), row)?.[column] === -Infinity;
 }
 
 /**

@@ -48,7 +48,7 @@ export function tokens({ pass, row }) {
   return {
     title: "A token",
     sentence:
-      `The prompt is ${count(length)} tokens, one in each row. Follow the orange one: ` +
+      `The prompt is ${count(length)} tokens, one in each row. Follow the purple one: ` +
       `${quoted(pass.tokens[row])}, at position ${row}.`,
     question: "What does the network get of it?",
     answer: `Its id, ${pass.tokens[row].id ?? row}, and its position, ${row}. Nothing else.`,

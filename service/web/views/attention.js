@@ -104,6 +104,7 @@ export default class Attention extends View {
     this.#ranking.addEventListener("pair", ({ detail }) => ask(detail));
     this.#head.addEventListener("change", ({ detail }) => this.context.navigate({ ...this.#named(), ...detail }));
     this.#head.addEventListener("ablate", () => this.#ablate());
+    this.#head.addEventListener("trace", ({ detail }) => this.#trace(detail));
   }
 
   /**
@@ -174,6 +175,17 @@ export default class Attention extends View {
   /** The shown head in the address, so that a click in its picture does not lead to another head. */
   #named() {
     return { layer: String(this.#shown.layer), head: String(this.#shown.head) };
+  }
+
+  /**
+   * A number of the shown head with its arithmetic, in the view of the network.
+   * @param {{ query: number, key: number }} cell
+   */
+  #trace({ query, key }) {
+    const { layer, head, stage } = this.#shown;
+    const at = `blocks.${layer}.attn.${stage}`;
+    const cell = String(head * this.#maps.tokens.length + key);
+    return this.context.navigate({ view: "network", at, position: String(query), cell });
   }
 
   /** What the network predicts without the chosen head, in the view of interventions. */

@@ -28,7 +28,8 @@ export const STAGES = {
 const NUM_KEYS = 8; // of more keys, only so many are listed at first
 
 /**
- * <attention-head>. `show(shown)`. Events: "change" with detail {stage} or {pos}; "ablate", if `canAblate` is set.
+ * <attention-head>. `show(shown)`. Events: "change" with detail {stage} or {pos}; "ablate", if `canAblate` is set;
+ * "trace" with detail {query, key}: how a number of the picture was computed.
  */
 export class AttentionHead extends HTMLElement {
   /** @type {Shown} */
@@ -45,6 +46,17 @@ export class AttentionHead extends HTMLElement {
   #answer = el("p", { class: "answer" });
   #stages = el("div", { class: "row", role: "group", "aria-label": "What the picture shows" });
   #note = el("p", { class: "faint" });
+  /** @type {{ query: number, key: number } | null} the chosen cell */
+  #cell = null;
+  #trace = el(
+    "button",
+    {
+      type: "button",
+      class: "small",
+      onclick: () => this.dispatchEvent(new CustomEvent("trace", { detail: this.#cell })),
+    },
+    "How this number comes about",
+  );
   #map = el("heat-map");
   #said = el("p", { class: "answer" });
   #arcs = el("attention-arcs");
@@ -76,6 +88,7 @@ export class AttentionHead extends HTMLElement {
         this.#answer,
         this.#stages,
         this.#map,
+        this.#trace,
         this.#note,
         meaning,
       ),
@@ -88,9 +101,10 @@ export class AttentionHead extends HTMLElement {
       ),
     );
     this.#map.addEventListener("cell", ({ detail }) => this.#point(detail && this.#positionOf(detail.row)));
-    this.#map.addEventListener("choose", ({ detail }) =>
-      this.#change({ pos: String(this.#positionOf(detail.row)), key: String(this.#positionOf(detail.column)) }),
-    );
+    this.#map.addEventListener("choose", ({ detail }) => {
+      this.#cell = { query: this.#positionOf(detail.row), key: this.#positionOf(detail.column) };
+      this.#change({ pos: String(this.#cell.query), key: String(this.#cell.key) });
+    });
     this.#arcs.addEventListener("point", ({ detail }) => this.#point(detail.position));
     this.#arcs.addEventListener("query", ({ detail: { position } }) => {
       if (position !== this.#shown.position) this.#change({ pos: String(position) }); // what is shown may be pointed at
@@ -112,7 +126,12 @@ export class AttentionHead extends HTMLElement {
     this.#answer.textContent = this.#describe();
     for (const button of findAll(this.#stages, "button"))
       button.setAttribute("aria-pressed", String(button.dataset.stage === stage));
-    if (!isSameMap) this.#drawMap();
+    if (!isSameMap) {
+      this.#cell = null;
+      this.#drawMap();
+    }
+    // the view Network has no edits, and the cells of a reduced map are not single numbers
+    this.#trace.hidden = this.#cell === null || what.plain !== null || what.map.block > 1;
     this.#note.textContent = this.#noteOf();
     const ofPattern = stage === "pattern" ? "" : " (weights of the pattern)";
     this.#heading.textContent = `What one token attends to${ofPattern}`;

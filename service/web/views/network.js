@@ -1,7 +1,7 @@
 // The view "Network": the whole network as one picture of a pass, which can be zoomed down to each number.
 
 import { architectureOf, isWorkedExample } from "../articles.js";
-import { el, labelled, select } from "../dom.js";
+import { around, el, labelled, select } from "../dom.js";
 import { number, percent, quoted } from "../format.js";
 import { dataTable } from "../draw/data_table.js";
 import { lineOf } from "../network/items.js";
@@ -49,6 +49,7 @@ export default class Network extends View {
   #card = el("tour-card", { hidden: true });
   #picture = el("network-canvas");
   #cell = el("cell-arithmetic", { hidden: true });
+  #legend = el("p", { class: "legend row network-legend" });
   #said = el("p", { class: "under-pointer", "aria-live": "polite" });
   #table = dataTable(() => tableOf(this.#parts(), this.#state?.at ?? ""), "Show as a table");
   /** @type {Line | null} */
@@ -58,8 +59,17 @@ export default class Network extends View {
   /** @type {State | null} */
   #state = null;
   #passKey = "";
+  #escape = (/** @type {KeyboardEvent} */ event) => this.#pressEscape(event);
   /** @type {AbortSignal} */
   #signal = new AbortController().signal;
+
+  connectedCallback() {
+    document.addEventListener("keydown", this.#escape);
+  }
+
+  disconnectedCallback() {
+    document.removeEventListener("keydown", this.#escape);
+  }
 
   build() {
     const bar = el("div", { class: "row network-bar" }, el("nav", { "aria-label": "Zoom" }, this.#trail), this.#heads);
@@ -67,7 +77,7 @@ export default class Network extends View {
     this.#articles.setAttribute("aria-label", "Lessons");
     this.#articles.append(...this.#offered().map(([value, { title }]) => el("option", { value }, title)));
     const answer = el("div", { class: "row" }, this.#answer, this.#lessons);
-    this.append(answer, this.#card, bar, stage, this.#said, this.#table);
+    this.append(answer, this.#card, bar, stage, this.#legend, this.#said, this.#table);
     this.#card.addEventListener("step", ({ detail }) => this.#go(detail.step));
     this.#cell.addEventListener("go", ({ detail: { stage: at, row, column } }) =>
       this.context.navigate({ at, position: String(row), cell: String(column) }),
@@ -96,7 +106,8 @@ export default class Network extends View {
     const head = state.head === "" ? null : readIndex(state.head, "head", numHeadsOf(pass));
     const chosen = spot.column === null ? null : { item: spot.from, row, column: spot.column };
     this.#cell.hidden = chosen === null;
-    const isNew = this.#picture.show(line, pass, { row, head, chosen });
+    const focus = pass.stages.has(state.at) ? spot.from : null;
+    const isNew = this.#picture.show(line, pass, { row, head, chosen }, focus);
     this.#picture.measure();
     this.#showTrail(state);
     this.#showHeads(state);
@@ -104,7 +115,9 @@ export default class Network extends View {
     const place = (/** @type {State | null} */ s) => s && [s.at, s.cell, s.position].join();
     if (isNew && state.at === "") this.#picture.play();
     else if (isNew || place(before) !== place(state)) this.#picture.fly(this.#picture.cameraOf(spot));
-    await Promise.all([this.#fill(), this.#showCell(state, chosen, signal), this.#showLesson(state, row, signal)]);
+    const lesson = this.#showLesson(state, row, signal).then(() => this.#picture.measure());
+    await Promise.all([this.#fill(), this.#showCell(state, chosen, signal), lesson]);
+    this.#showLegend(state);
     this.#say(null);
     this.#table.refresh();
     return undefined;
@@ -276,6 +289,18 @@ export default class Network extends View {
     return this.context.navigate({ position, cell: column === null ? "" : String(column) });
   }
 
+  /**
+   * Escape leads one level up, wherever the focus is, unless it has another meaning there.
+   * @param {KeyboardEvent} event
+   */
+  #pressEscape(event) {
+    const isTyping = around(event, "input, textarea, select, dialog, [contenteditable]") !== null;
+    if (event.key !== "Escape" || event.defaultPrevented || isTyping || this.hidden || !this.#state) return undefined;
+    if (this.#state.at === "" && this.#state.cell === "") return undefined;
+    if (this.#cell.contains(document.activeElement)) this.#picture.canvas.focus({ preventScroll: true });
+    return this.#leaveLevel();
+  }
+
   /** One level up. */
   #leaveLevel() {
     const { line } = this.#parts();
@@ -295,9 +320,9 @@ export default class Network extends View {
     const along = { [isDown ? "ArrowDown" : "ArrowRight"]: 1, [isDown ? "ArrowUp" : "ArrowLeft"]: -1 }[event.key];
     const across = { [isDown ? "ArrowRight" : "ArrowDown"]: 1, [isDown ? "ArrowLeft" : "ArrowUp"]: -1 }[event.key];
     const within = (/** @type {number} */ value, /** @type {number} */ size) => Math.min(size - 1, Math.max(0, value));
+    if (!(along || across || ["Enter", "+", "-"].includes(event.key))) return undefined;
     event.preventDefault();
     if (across) return this.context.navigate({ position: String(within(spot.row + across, pass.tokens.length)) });
-    if (event.key === "Escape") return this.#leaveLevel();
     if (event.key === "Enter") return this.#enterLevel(spot);
     if (along && spot.column !== null) {
       const { heads, columns } = line.items[spot.from];
@@ -354,6 +379,28 @@ export default class Network extends View {
       head,
     );
     this.#heads.replaceChildren(labelled("Bands show", control));
+  }
+
+  /**
+   * What the colours mean, and how to move. Each stage has a scale of its own.
+   * @param {State} state
+   */
+  #showLegend({ at }) {
+    const pass = /** @type {Pass} */ (this.#pass);
+    const { low, high, isSigned } = pass.range(at);
+    const [least, most] = pass.stages.has(at) ? [number(low), number(high)] : ["−", "+"];
+    const bar = (/** @type {string} */ kind) => el("span", { class: `legend-bar ${kind}`, "aria-hidden": "true" });
+    const isDiverging = isSigned || !pass.stages.has(at);
+    const colours = isDiverging
+      ? [el("span", {}, `${least} `, bar("diverging")), " 0 ", el("span", {}, bar("diverging"), ` ${most}`)]
+      : [`${least} `, bar("sequential"), ` ${most}`];
+    const masked = pass.stages.get(at)?.hasKeys && [el("span", { class: "legend-masked" }), " masked"];
+    this.#legend.replaceChildren(
+      el("span", { class: "legend-scale" }, colours),
+      el("span", {}, el("span", { class: "legend-path" }), " the followed token"),
+      el("span", {}, masked || ""),
+      el("span", {}, "Click or turn the wheel to zoom, drag to move, press Escape to go back."),
+    );
   }
 
   /** @param {number} row */

@@ -1,7 +1,7 @@
 // The arithmetic of attention: scores, the mask, the pattern, and what the heads take from the tokens.
 
 import { quoted } from "../../format.js";
-import { LISTED, numOf, siblingOf, slackOf, sumOfProducts, unitOf } from "./explanation.js";
+import { LISTED, MOST_TERMS, numOf, siblingOf, slackOf, sumOfProducts, unitOf } from "./explanation.js";
 
 /**
  * @import { Kind, Place, Term } from "./explanation.js"
@@ -113,11 +113,11 @@ export function softmax(place, entries, chosen) {
   const sum = powers.reduce((total, power) => total + power, 0);
   const computed = powers[chosen] / sum;
   const order = [...entries.keys()].sort((a, b) => powers[b] - powers[a] || a - b);
-  const listed = order.slice(0, Math.max(LISTED, order.indexOf(chosen) < LISTED ? LISTED : LISTED - 1));
-  if (!listed.includes(chosen)) listed.push(chosen);
-  const left = order.filter((index) => !listed.includes(index));
+  const rank = order.indexOf(chosen);
+  if (rank >= LISTED) order.splice(LISTED - 1, 0, ...order.splice(rank, 1)); // the chosen one is always listed
+  const left = order.slice(LISTED);
   /** @type {Term[]} */
-  const terms = listed.map((index) => ({
+  const terms = order.slice(0, MOST_TERMS).map((index) => ({
     name: entries[index].name,
     cells: [entries[index].num, { value: powers[index] }, { value: powers[index] / sum }],
     share: powers[index] / sum,

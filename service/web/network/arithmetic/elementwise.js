@@ -2,7 +2,7 @@
 // rotary pairs, activations, and the choice of experts.
 
 import { softmax } from "./attention.js";
-import { numOf, siblingOf, slackOf, unitOf } from "./explanation.js";
+import { numOf, siblingOf, slackOf, sumOf, unitOf } from "./explanation.js";
 
 /**
  * @import { Explanation, Formula, Kind, Num, Place } from "./explanation.js"
@@ -81,25 +81,42 @@ const normNeeds = (place) => [{ stages: normInput(place), rows: [place.row] }];
 export const divisor = {
   needs: normNeeds,
   explain(place) {
-    const vector = normVector(place).map(({ value }) => value);
+    const vector = normVector(place);
     if (vector.length === 0) return null;
     const count = vector.length;
-    const mean = isRms(place) ? 0 : vector.reduce((total, value) => total + value, 0) / count;
-    const square = vector.reduce((total, value) => total + (value - mean) ** 2, 0) / count;
-    const eps = place.architecture.norm_eps;
-    const computed = Math.sqrt(square + eps);
-    const first = isRms(place)
-      ? ["mean of the squares = ", { value: square }]
-      : ["mean = ", { value: mean }, ";  variance = ", { value: square }];
-    return plain(
-      place,
-      isRms(place)
-        ? `of the ${count} numbers of the vector`
-        : `mean and variance of the ${count} numbers of the vector`,
-      [...first, `;  √(… + ${eps}) = `, { value: computed }],
-      computed,
-      computed * 10,
+    const mean = isRms(place) ? 0 : vector.reduce((total, { value }) => total + value, 0) / count;
+    const {
+      formula,
+      terms,
+      rest,
+      sum: total,
+    } = sumOf(
+      vector.map((num, index) => {
+        const square = (num.value - mean) ** 2;
+        return {
+          name: String(index),
+          cells: [num, { value: square }],
+          share: square,
+          formula: isRms(place) ? [num, "²"] : ["(", num, " − mean)²"],
+        };
+      }),
     );
+    const eps = place.architecture.norm_eps;
+    const computed = Math.sqrt(total / count + eps);
+    const first = isRms(place) ? ["mean of the squares = ("] : ["mean = ", { value: mean }, ";  variance = ("];
+    const end = [`) ÷ ${count} = `, { value: total / count }, `;  √(… + ${eps}) = `, { value: computed }];
+    return {
+      ...plain(
+        place,
+        `${isRms(place) ? "" : "mean and "}squares of the ${count} numbers of the vector, the largest first`,
+        [...first, ...formula, ...end],
+        computed,
+        computed * 10,
+      ),
+      columns: ["number", "input", isRms(place) ? "square" : "(input − mean)²"],
+      terms,
+      rest,
+    };
   },
 };
 

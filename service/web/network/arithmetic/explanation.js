@@ -12,8 +12,9 @@
  * @typedef {{
  *   sentence: string, formula: Formula, columns: string[], terms: Term[], rest: string, computed: number | null,
  *   slack: number,
- * }} Explanation `sentence`: the formula in words; `rest`: about the terms that are not listed; `computed`: null if the
- *   page cannot compute the number; `slack`: how far rounding may take it from the number of the service
+ * }} Explanation `sentence`: the formula in words; `terms`: those that are listed first come first; `rest`: about the
+ *   terms that are not listed at first; `computed`: null if the page cannot compute the number; `slack`: how far rounding
+ *   may take it from the number of the service
  * @typedef {{
  *   pass: Pass, architecture: Architecture, stage: PassStage, layer: number | null, part: string, row: number,
  *   column: number, head: number, within: number, served: number, weights: Weight[],
@@ -27,7 +28,8 @@
  * }} Kind `isKnown`: whether the stages that it needs exist
  */
 
-export const LISTED = 10; // terms of a sum that are listed
+export const LISTED = 10; // terms of a sum that are listed at first
+export const MOST_TERMS = 1000; // of a sum that can be listed
 const SHOWN = 3; // terms of a sum that are written out
 
 /** The distance between numbers of a format, relative to their size. @type {Record<string, number | undefined>} */
@@ -69,30 +71,32 @@ export function siblingOf({ pass, layer }, ...parts) {
 }
 
 /**
- * A sum of products: the largest terms are written out and listed.
- * @param {{ name: string, a: Num, b: Num }[]} products
+ * A sum: the largest terms are written out and come first.
+ * @param {(Term & { formula: Formula })[]} terms `formula`: of each term
  * @returns {{ formula: Formula, terms: Term[], rest: string, sum: number, size: number }}
  */
-export function sumOfProducts(products) {
-  const sized = products.map((each) => ({ ...each, product: each.a.value * each.b.value }));
-  sized.sort((one, other) => Math.abs(other.product) - Math.abs(one.product));
-  const sum = sized.reduce((total, { product }) => total + product, 0);
-  const size = sized.reduce((total, { product }) => total + Math.abs(product), 0);
-  /** @type {Formula} */
-  const formula = sized.slice(0, SHOWN).flatMap(({ a, b }, index) => [index > 0 ? " + " : "", a, " × ", b]);
+export function sumOf(terms) {
+  const sized = terms.toSorted((one, other) => Math.abs(other.share) - Math.abs(one.share));
+  const written = sized.slice(0, SHOWN).flatMap(({ formula }, index) => [index > 0 ? " + " : "", ...formula]);
   const left = sized.slice(LISTED);
-  const leftSum = left.reduce((total, { product }) => total + product, 0);
+  const total = (/** @type {Term[]} */ some) => some.reduce((sum, { share }) => sum + share, 0);
   return {
-    formula: [...formula, sized.length > SHOWN ? " + …" : ""],
-    terms: sized.slice(0, LISTED).map(({ name, a, b, product }) => ({
-      name,
-      cells: [a, b, { value: product }],
-      share: product,
-    })),
-    rest: left.length > 0 ? `${left.length} smaller terms add ${said(leftSum)}.` : "",
-    sum,
-    size,
+    formula: [...written, sized.length > SHOWN ? " + …" : ""],
+    terms: sized.slice(0, MOST_TERMS),
+    rest: left.length > 0 ? `${left.length} smaller terms add ${said(total(left))}.` : "",
+    sum: total(sized),
+    size: sized.reduce((sum, { share }) => sum + Math.abs(share), 0),
   };
+}
+
+/** A sum of products. @param {{ name: string, a: Num, b: Num }[]} products */
+export function sumOfProducts(products) {
+  return sumOf(
+    products.map(({ name, a, b }) => {
+      const value = a.value * b.value;
+      return { name, cells: [a, b, { value }], share: value, formula: [a, " × ", b] };
+    }),
+  );
 }
 
 /** A number with four digits. @param {number} value */

@@ -1,0 +1,148 @@
+// The words above the picture: layers, branches from afar, stages from near, heads, and the tokens of keys. On narrow
+// screens they stand at the left.
+
+import { shown } from "../format.js";
+import { FONT, MONO, cut } from "./labels.js";
+import { namesOf, placeName } from "./names.js";
+import { headPlaces, isMasked } from "./strips.js";
+
+/**
+ * @import { Margins } from "./paint.js"
+ * @import { Plane } from "./plane.js"
+ * @import { Scene } from "./scene.js"
+ */
+
+const LABELS = { across: [23, 38], down: [11, 23] }; // lines of the heading, in pixels from its beginning
+const LEAST_LABEL = 12; // pixels of a stage that has a label
+const HEAD = 24; // pixels of a head that has a name
+const KEY = { least: 9.5, level: 40 }; // pixels of a column that has a token, and of one in which it lies level
+
+/**
+ * Names of blocks, of stages and heads where they have room, and the tokens of keys.
+ * @param {Scene} scene
+ * @param {Margins} margins
+ */
+export function drawHeadings(scene, { heading, keys }) {
+  const { plane, layout, line, palette } = scene;
+  const { context } = plane;
+  context.textBaseline = "middle";
+  for (const { layer, first, last } of line.blocks) {
+    const [start, end] = [layout.startOf(first), layout.startOf(last) + layout.widthOf(last)];
+    if (end < 0 || start > layout.length) continue;
+    context.strokeStyle = palette.line;
+    context.lineWidth = 1;
+    context.beginPath();
+    plane.moveTo(start, -heading + 4);
+    plane.lineTo(start, layout.rowsInSight);
+    context.stroke();
+    const middle = (Math.max(0, start) + Math.min(layout.length, end)) / 2;
+    context.font = `600 12px ${FONT}`;
+    context.fillStyle = palette.text;
+    context.textAlign = plane.isDown ? "left" : "center";
+    if (plane.isDown) plane.text(placeName(layer), Math.max(0, start) + 9, -heading + 2);
+    else if (end - start > 18) plane.text(placeName(layer), middle, -heading + 9);
+  }
+  drawLabels(scene, heading);
+  const [from, to] = layout.span;
+  for (let index = from; index < to; index++)
+    if (line.items[index].kind === "strip") drawHeads(scene, index, heading, keys);
+  context.textAlign = "left";
+}
+
+/**
+ * The names of the branches from afar, and those of the stages from near. A name that is longer than its stage takes
+ * the room of its neighbours, whose names then go to the other line.
+ * @param {Scene} scene
+ * @param {number} heading
+ */
+function drawLabels({ plane, layout, line, palette, pointed }, heading) {
+  const { context } = plane;
+  const lines = plane.isDown ? LABELS.down : LABELS.across;
+  const isNear = layout.detail > 0.5;
+  const [from, to] = layout.span;
+  const places = isNear
+    ? line.items.map((item, index) => ({ names: namesOf(item), first: index, last: index }))
+    : line.branches.map(({ first, last }) => {
+        const isAttention = line.items.slice(first, last + 1).some(({ kind }) => kind === "bands");
+        return { names: isAttention ? ["Attention"] : ["Feed-forward network", "Feed-forward", "FFN"], first, last };
+      });
+  const free = lines.map(() => -Infinity); // where each line is free
+  context.font = `11px ${FONT}`;
+  context.textAlign = "center";
+  for (const { names, first, last } of places) {
+    if (last < from || first >= to || line.items[first].kind === "predictions") continue;
+    if (plane.isDown && line.blocks.some((block) => block.first === first)) free.fill(layout.startOf(first) + 18);
+    const start = Math.max(0, layout.startOf(first));
+    const end = Math.min(layout.length, layout.startOf(last) + layout.widthOf(last));
+    const sized = names.map((name) => ({ name, half: context.measureText(name).width / 2 + 3 }));
+    const own = sized.find(({ half }) => 2 * half <= end - start);
+    const text = own ?? (isNear && end - start >= LEAST_LABEL ? sized[sized.length - 1] : undefined);
+    if (!text) continue;
+    const middle = Math.min(layout.length - text.half, Math.max(text.half, (start + end) / 2));
+    const at = free.findIndex((place) => place <= middle - text.half);
+    if (at < 0) continue;
+    free[at] = middle + text.half;
+    context.fillStyle = isNear && pointed?.item === first ? palette.text : palette.faint;
+    context.save();
+    context.translate(...plane.point(middle, lines[at] - heading));
+    if (plane.isDown) context.rotate(Math.PI / 2);
+    context.fillText(text.name, 0, 0);
+    context.restore();
+  }
+}
+
+/**
+ * The name of each head and, for keys, the token of each column, if there is room; and lines between the heads.
+ * @param {Scene} scene
+ * @param {number} index
+ * @param {number} heading
+ * @param {number} keys pixels of the heading
+ */
+function drawHeads({ plane, layout, line, pass, palette, row }, index, heading, keys) {
+  const { context } = plane;
+  const item = line.items[index];
+  const places = headPlaces(item, layout.startOf(index), layout.widthOf(index));
+  const size = places[0].size / item.columns;
+  if (item.heads > 1 && places[0].size < HEAD) return;
+  places.forEach(({ begin, size: width }, head) => {
+    if (begin > layout.length || begin + width < 0) return;
+    if (head > 0) {
+      const middle = (begin + places[head - 1].begin + width) / 2;
+      context.fillStyle = palette.line;
+      plane.fill(middle - 1, LABELS.across[1] - 7 - heading, 2, layout.rowsInSight + heading);
+    }
+    context.font = `600 11px ${FONT}`;
+    context.textAlign = "center";
+    context.fillStyle = palette.text;
+    const middle = (Math.max(0, begin) + Math.min(layout.length, begin + width)) / 2;
+    if (item.heads > 1 && plane.isDown) plane.text(`H${head}`, middle, LABELS.down[1] - heading);
+    else if (item.heads > 1) plane.text(`H${head}`, middle, LABELS.across[1] - heading);
+    if (!item.hasKeys || keys === 0 || size < KEY.least) return;
+    const from = Math.max(0, Math.floor(-begin / size));
+    const to = Math.min(item.columns, Math.ceil((layout.length - begin) / size));
+    for (let key = from; key < to; key++) {
+      const isHidden = isMasked(pass, item, row, head * item.columns + key);
+      context.fillStyle = isHidden ? palette.faint : palette.text;
+      drawKey(plane, shown(pass.tokens[key]), begin + (key + 0.5) * size, size, keys);
+    }
+  });
+}
+
+/**
+ * @param {Plane} plane
+ * @param {string} text
+ * @param {number} along
+ * @param {number} size pixels of the column
+ * @param {number} keys pixels of the heading
+ */
+function drawKey(plane, text, along, size, keys) {
+  const { context } = plane;
+  const isLevel = plane.isDown || size >= KEY.level;
+  context.font = `10px ${MONO}`;
+  context.save();
+  context.translate(...plane.point(along, plane.isDown || !isLevel ? -4 : -keys / 2));
+  if (!isLevel) context.rotate(-Math.PI / 2);
+  context.textAlign = plane.isDown ? "right" : isLevel ? "center" : "left";
+  context.fillText(cut(text, Math.floor(((isLevel && !plane.isDown ? size : keys) - 4) / 6)), 0, 0);
+  context.restore();
+}
