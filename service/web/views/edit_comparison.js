@@ -100,8 +100,8 @@ export class EditComparison extends HTMLElement {
     return barTable({
       caption:
         "The most likely next tokens (temperature 1, whole vocabulary). Thin bar: without edits; thick bar: with " +
-        "them; framed: the most likely of each. Near 0 and 100 %, compare the logits. A probability falls although its " +
-        "logit rises if other logits rise more.",
+        "them; framed: the most likely of each. Near 0 and 100 %, compare the logits. A probability falls although " +
+        "its logit rises if other logits rise more.",
       columns: ["token", "without", "with", "difference, percentage points", "difference of the logit"],
       rows,
     });
