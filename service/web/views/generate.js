@@ -282,7 +282,8 @@ export default class GenerateView extends View {
     const unit = run.tokens.length === 1 ? "token" : "tokens";
     if (run.end === null || typeof run.end === "string") this.#status.textContent = `${number} ${unit} …`;
     else
-      this.#status.textContent = `${number} ${unit} in ${(milliseconds / 1000).toFixed(2)} s: ${ENDS[run.end.finish_reason]}.`;
+      this.#status.textContent =
+        `${number} ${unit} in ${(milliseconds / 1000).toFixed(2)} s: ` + `${ENDS[run.end.finish_reason]}.`;
   }
 
   /** @param {Run} run */

@@ -35,7 +35,8 @@ export function signed(value) {
 }
 
 /**
- * The rows of a stage: its verdict, and below it the table that its button opens. `entry`: that of stages.js. `place`: {tokens, vocabulary} for the labels.
+ * The rows of a stage: its verdict, and below it the table that its button opens. `entry`: that of stages.js.
+ * `place`: {tokens, vocabulary} for the labels.
  * @param {{
  *   entry: StageEntry, stage: PrintedStage, slips: Slip[], place: Labels, isOpen: boolean, onToggle: () => void,
  * }} printed

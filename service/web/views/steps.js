@@ -246,7 +246,8 @@ export default class Steps extends View {
     this.#showFigures(step);
     this.#predictions.replaceChildren(
       barTable({
-        caption: `What step ${index} predicts after position ${step.positions.at(-1)} (temperature 1, whole vocabulary).`,
+        caption:
+          `What step ${index} predicts after position ${step.positions.at(-1)} ` + "(temperature 1, whole vocabulary).",
         columns: ["token", "probability"],
         rows: step.top.map((each) => ({
           cells: [shown(each), percent(each.probability)],

@@ -97,7 +97,8 @@ export class TokenPanel {
     this.#heading.textContent =
       `Token ${index + 1} of the continuation: ${quoted(token)}, probability ${percent(token.probability)}, ` +
       `no. ${count(rankOf(this.#row.logits, token.id))} of ${count(this.#row.logits.length)}`;
-    this.#position.textContent = `Position ${count(place.ids.length)} in the other views, which count from 0 and with the prompt.`;
+    this.#position.textContent =
+      `Position ${count(place.ids.length)} in the other views, which count from 0 and with ` + "the prompt.";
     this.#why.textContent = place.wasGreedy
       ? "The text had temperature 0, which leaves one token. Here it starts at 1: the network alone."
       : "";
