@@ -36,7 +36,10 @@ type Head = { layer: number; head: number };
 declare global {
   interface HTMLElementTagNameMap {
     "attention-arcs": Emits<AttentionArcs, { query: { position: number }; point: { position: number | null } }>;
-    "attention-head": Emits<AttentionHead, { change: Record<string, string>; ablate: null }>;
+    "attention-head": Emits<
+      AttentionHead,
+      { change: Record<string, string>; ablate: null; trace: { query: number; key: number } }
+    >;
     "attention-ranking": Emits<
       AttentionRanking,
       { choose: Head; target: { target: string }; pair: Record<string, string> }

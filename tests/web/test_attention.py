@@ -493,3 +493,33 @@ def test_the_parts_stand_in_two_columns_that_the_arcs_fill(page: "Page", base: s
     )
     assert drawn <= room
     assert prompt != PROMPT or drawn > 0.9 * room
+
+
+@pytest.mark.parametrize("stage", ["scores", "pattern"])
+def test_a_chosen_number_leads_to_its_arithmetic(page: "Page", base: str, stage: str) -> None:
+    open_view(page, base, "attention", prompt=PROMPT, layer=2, head=1, stage=stage)
+    button = page.get_by_role("button", name="How this number comes about")
+    assert button.is_hidden()
+    page.locator("attention-head heat-map canvas").focus()
+    for key in ("ArrowDown", "ArrowDown", "ArrowDown", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    page.wait_for_url("**pos=2**")
+    wait_until_ready(page)
+    button.click()
+    page.wait_for_url("**at=blocks.2.attn.**")
+    wait_until_ready(page)
+    panel = page.locator("cell-arithmetic")
+    expected = weights_of(base, 2, 1, stage=stage)[2, 1]
+    assert read_number(panel.locator("output").inner_text()) == pytest.approx(expected, rel=1e-3)
+    assert panel.locator("h3").inner_text().startswith("L2 H1")
+
+
+def test_a_number_with_edits_leads_to_no_arithmetic_without_them(page: "Page", base: str) -> None:
+    edits = json.dumps([{"stage": "blocks.0.attn.z", "op": "zero"}])
+    open_view(page, base, "attention", prompt=PROMPT, layer=2, head=1, edits=edits)
+    page.locator("attention-head heat-map canvas").focus()
+    for key in ("ArrowDown", "Enter"):
+        page.keyboard.press(key)
+    page.wait_for_url("**pos=0**")
+    wait_until_ready(page)
+    assert page.get_by_role("button", name="How this number comes about").is_hidden()

@@ -358,3 +358,178 @@ def test_every_article_has_a_lesson(page: "Page", base: str) -> None:
         assert all("NaN" not in answer and "undefined" not in answer for _, answer in chapters), chapters
         page.get_by_role("button", name="Leave the lesson").click()
         wait_until_ready(page)
+
+
+PICTURE = """() => {
+  const canvas = document.querySelector("network-canvas");
+  const { rowShift, numRows, rowSize, breadth } = canvas.scene.layout;
+  return { height: canvas.clientHeight, rowShift, hidden: numRows * rowSize - breadth };
+}"""
+
+
+def test_the_picture_has_its_height_and_all_rows_again_after_a_lesson(page: "Page", base: str) -> None:
+    page.emulate_media(reduced_motion="reduce")
+    open_view(page, base, "network", prompt=PROMPT + " dark night and he")
+    before = page.evaluate(PICTURE)
+    page.get_by_role("button", name="Follow a token").click()
+    wait_until_ready(page)
+    assert page.evaluate(PICTURE)["height"] < before["height"]
+    page.get_by_role("button", name="Leave the lesson").click()
+    wait_until_ready(page)
+    after = page.evaluate(PICTURE)
+    assert after == before
+    assert after["rowShift"] == 0 >= after["hidden"]
+
+
+# Note what is written on a canvas, with its colour and its places: of the canvas, in pixels of the page.
+NOTE_TEXTS = """() => {
+  const { fillText } = CanvasRenderingContext2D.prototype;
+  window.texts = [];
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y, ...rest) {
+    const { e, f } = this.getTransform();
+    window.texts.push({ text, ink: this.fillStyle, x: e, y: f });
+    return fillText.call(this, text, x, y, ...rest);
+  };
+}"""
+
+
+def texts_of(page: "Page", base: str, **state: str | int) -> list[dict[str, Any]]:
+    """The texts in the picture of the network, as it is drawn last."""
+    page.emulate_media(reduced_motion="reduce")
+    open_view(page, base, "network", prompt=PROMPT, **state)
+    page.evaluate(NOTE_TEXTS)
+    page.evaluate("""() => {
+      document.querySelector("network-canvas").redraw();
+      return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+    }""")
+    found: list[dict[str, Any]] = page.evaluate("window.texts")
+    return found
+
+
+def test_each_stage_of_a_layer_is_labelled_in_words(page: "Page", base: str) -> None:
+    texts = [each["text"] for each in texts_of(page, base, at="L2")]
+    assert {"Norm", "Queries", "Keys", "Values", "Scores", "Masked", "Pattern", "Attention", "Output"} <= set(texts)
+    assert {"Rot. queries", "Rot. keys"} <= set(texts)
+    assert not [text for text in texts if re.search(r"ln\d|[a-z]_[a-z]|mlp|attn", text)]
+    page.goto("about:blank")
+    overview = [each["text"] for each in texts_of(page, base)]
+    assert overview.count("Attention") == overview.count("FFN") == 6
+
+
+@pytest.mark.parametrize("stage", ["scores", "pattern"])
+def test_heads_and_keys_are_named_above_scores_and_patterns(
+    page: "Page", bundled: Running, base: str, stage: str
+) -> None:
+    texts = [each["text"] for each in texts_of(page, base, at=f"blocks.2.attn.{stage}")]
+    assert {f"H{head}" for head in range(8)} <= set(texts)
+    tokens = [each["text"] for each in bundled.answer("/tokenize", prompt=PROMPT)["tokens"]]
+    for token in tokens:
+        assert texts.count(token.replace(" ", "\u2423")) >= 8, (token, texts)
+
+
+INKS = r"""async (stage) => {
+  const { colour } = await import("/page/draw/colours.js");
+  const { pass } = document.querySelector("network-canvas").scene;
+  const range = pass.range(stage);
+  return window.texts.flatMap(({ text, ink }) => {
+    const value = Number(text.replace("\u2212", "-"));
+    if (!/^\u2212?\d/.test(text) || !text.includes(".")) return [];
+    return [{ ink, under: colour((value - range.low) / (range.high - range.low), "diverging") }];
+  });
+}"""
+
+
+def contrast(one: list[int], other: list[int]) -> float:
+    def luminance(colour: list[int]) -> float:
+        parts = [value / 255 for value in colour]
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_numbers_in_cells_can_be_read_on_their_colours(page: "Page", base: str, dark: bool) -> None:
+    page.emulate_media(color_scheme="dark" if dark else "light")
+    texts_of(page, base, at="blocks.3.attn_out", cell=20)
+    found = page.evaluate(INKS, "blocks.3.attn_out")
+    assert len(found) > 40
+    for each in found:
+        ink = [int(each["ink"][at : at + 2], 16) for at in (1, 3, 5)]
+        assert contrast(ink, each["under"]) >= 4.5
+
+
+def test_keys_that_the_mask_hides_are_grey(page: "Page", base: str) -> None:
+    """Of scores, the pixels of later keys are translucent grey, and the others have colours."""
+    page.emulate_media(reduced_motion="reduce")
+    open_view(page, base, "network", prompt=PROMPT, at="blocks.2.attn.scores")
+    found = page.evaluate("""() => {
+      const { strips, line, pass } = document.querySelector("network-canvas").scene;
+      const item = line.items.find(({ name }) => name === "blocks.2.attn.scores");
+      const count = pass.tokens.length;
+      const { canvas } = strips.get(item, [0, count], [0, count], 1e4);
+      const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+      const middleOf = (row) => 16 * row + 6; // of the 16 pixels of a row
+      const at = (row, key) => data[4 * (middleOf(row) * canvas.width + key) + 3];
+      return pass.tokens.map((_, row) => pass.tokens.map((_, key) => at(row, key)));
+    }""")
+    for row, alphas in enumerate(found):
+        assert [alpha < 255 for alpha in alphas] == [key > row for key in range(len(alphas))]
+
+
+def test_the_legend_has_the_range_of_the_stage(page: "Page", base: str) -> None:
+    open_view(page, base, "network", prompt=PROMPT, at="blocks.2.attn.pattern")
+    legend = page.locator("network-view .network-legend")
+    assert re.match(r"0\s+1\s+the followed token\s+masked", legend.inner_text())
+    page.get_by_role("button", name="Network", exact=True).click()
+    wait_until_ready(page)
+    assert re.match(r"\u2212\s+0\s+\+", legend.inner_text())
+    assert "Escape" in legend.inner_text()
+
+
+def test_all_terms_of_a_sum_can_be_shown(page: "Page", bundled: Running, base: str) -> None:
+    open_view(page, base, "network", prompt=PROMPT, at="blocks.2.attn.q", cell=3)
+    rows = page.locator("cell-arithmetic tbody tr")
+    assert rows.count() == 10
+    page.get_by_role("button", name="Show all 256 terms").click()
+    assert rows.count() == 256
+    products = [read_number(row) for row in page.locator("cell-arithmetic tbody td:nth-child(4)").all_inner_texts()]
+    assert [abs(each) for each in products] == sorted((abs(each) for each in products), reverse=True)
+    values = bundled.answer("/forward", prompt=PROMPT, stages=["blocks.2.attn.q"], detail="values")["stages"][0]
+    assert sum(products) == pytest.approx(values["values"][0][-1][0][3], abs=0.02)
+    page.get_by_role("button", name="Show the 10 largest terms").click()
+    assert rows.count() == 10
+
+
+def test_the_divisor_of_a_norm_shows_the_largest_squares(page: "Page", bundled: Running, base: str) -> None:
+    open_view(page, base, "network", prompt=PROMPT, at="blocks.2.ln1.scale", cell=0)
+    (stage,) = bundled.answer("/forward", prompt=PROMPT, stages=["blocks.2.resid_pre"], detail="values")["stages"]
+    vector = stage["values"][0][-1]
+    order = sorted(range(len(vector)), key=lambda index: -abs(vector[index]))[:10]
+    for row, index in zip(page.locator("cell-arithmetic tbody tr").all(), order, strict=True):
+        assert int(row.locator("th").inner_text()) == index
+        assert read_number(row.locator("td").nth(1).inner_text()) == pytest.approx(vector[index] ** 2, rel=1e-3)
+    assert "\u2713" in page.locator("cell-arithmetic").inner_text()
+
+
+def test_escape_goes_up_from_the_panel_but_not_from_a_field(page: "Page", base: str) -> None:
+    open_view(page, base, "network", prompt=PROMPT, at="blocks.2.attn.q", cell=3)
+    trail = page.locator(".trail li")
+    page.locator("#prompt").focus()
+    page.keyboard.press("Escape")
+    wait_until_ready(page)
+    assert trail.count() == 4
+    page.locator("cell-arithmetic tbody button").first.focus()
+    page.keyboard.press("Escape")
+    trail.nth(3).wait_for(state="detached")
+    page.locator("network-view .answer").click()
+    page.keyboard.press("Escape")
+    trail.nth(2).wait_for(state="detached")
+
+
+def test_tab_leaves_the_picture(page: "Page", base: str) -> None:
+    open_view(page, base, "network", prompt=PROMPT)
+    page.locator("network-canvas canvas").focus()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.localName") != "canvas"

@@ -68,7 +68,7 @@ export class CellArithmetic extends HTMLElement {
       toggle.textContent = isOpen ? words : `Show the ${LISTED} largest terms`;
       region.replaceChildren(isOpen ? few : all());
     });
-    return [toggle, region];
+    return el("div", {}, toggle, region);
   }
 
   /**

@@ -14,6 +14,7 @@ import { headPlaces, isMasked } from "./strips.js";
 
 const LABELS = { across: [23, 38], down: [11, 23] }; // lines of the heading, in pixels from its beginning
 const LEAST_LABEL = 12; // pixels of a stage that has a label
+const LAYER = 18; // pixels of the name of a layer, where the computation goes down
 const HEAD = 24; // pixels of a head that has a name
 const KEY = { least: 9.5, level: 40 }; // pixels of a column that has a token, and of one in which it lies level
 
@@ -66,12 +67,13 @@ function drawLabels({ plane, layout, line, palette, pointed }, heading) {
         const isAttention = line.items.slice(first, last + 1).some(({ kind }) => kind === "bands");
         return { names: isAttention ? ["Attention"] : ["Feed-forward network", "Feed-forward", "FFN"], first, last };
       });
-  const free = lines.map(() => -Infinity); // where each line is free
+  const free = lines.map(() => (plane.isDown ? LAYER : -Infinity)); // where each line is free
   context.font = `11px ${FONT}`;
   context.textAlign = "center";
   for (const { names, first, last } of places) {
     if (last < from || first >= to || line.items[first].kind === "predictions") continue;
-    if (plane.isDown && line.blocks.some((block) => block.first === first)) free.fill(layout.startOf(first) + 18);
+    if (plane.isDown && line.blocks.some((block) => block.first === first))
+      free.fill(Math.max(LAYER, layout.startOf(first) + LAYER));
     const start = Math.max(0, layout.startOf(first));
     const end = Math.min(layout.length, layout.startOf(last) + layout.widthOf(last));
     const sized = names.map((name) => ({ name, half: context.measureText(name).width / 2 + 3 }));
@@ -114,16 +116,18 @@ function drawHeads({ plane, layout, line, pass, palette, row }, index, heading, 
     context.font = `600 11px ${FONT}`;
     context.textAlign = "center";
     context.fillStyle = palette.text;
-    const middle = (Math.max(0, begin) + Math.min(layout.length, begin + width)) / 2;
-    if (item.heads > 1 && plane.isDown) plane.text(`H${head}`, middle, LABELS.down[1] - heading);
-    else if (item.heads > 1) plane.text(`H${head}`, middle, LABELS.across[1] - heading);
+    const [start, end] = [Math.max(0, begin), Math.min(layout.length, begin + width)];
+    const across = (plane.isDown ? LABELS.down : LABELS.across)[1] - heading;
+    if (item.heads > 1 && end - start >= HEAD) plane.text(`H${head}`, (start + end) / 2, across);
     if (!item.hasKeys || keys === 0 || size < KEY.least) return;
     const from = Math.max(0, Math.floor(-begin / size));
     const to = Math.min(item.columns, Math.ceil((layout.length - begin) / size));
     for (let key = from; key < to; key++) {
+      const middle = begin + (key + 0.5) * size;
+      if (middle < 0 || middle > layout.length) continue;
       const isHidden = isMasked(pass, item, row, head * item.columns + key);
       context.fillStyle = isHidden ? palette.faint : palette.text;
-      drawKey(plane, shown(pass.tokens[key]), begin + (key + 0.5) * size, size, keys);
+      drawKey(plane, shown(pass.tokens[key]), middle, size, keys);
     }
   });
 }

@@ -392,14 +392,14 @@ export default class Network extends View {
     const bar = (/** @type {string} */ kind) => el("span", { class: `legend-bar ${kind}`, "aria-hidden": "true" });
     const isDiverging = isSigned || !pass.stages.has(at);
     const colours = isDiverging
-      ? [el("span", {}, `${least} `, bar("diverging")), " 0 ", el("span", {}, bar("diverging"), ` ${most}`)]
+      ? [el("span", {}, `${least} `, bar("diverging")), " 0 ", el("span", {}, bar("diverging positive"), ` ${most}`)]
       : [`${least} `, bar("sequential"), ` ${most}`];
     const masked = pass.stages.get(at)?.hasKeys && [el("span", { class: "legend-masked" }), " masked"];
     this.#legend.replaceChildren(
       el("span", { class: "legend-scale" }, colours),
       el("span", {}, el("span", { class: "legend-path" }), " the followed token"),
       el("span", {}, masked || ""),
-      el("span", {}, "Click or turn the wheel to zoom, drag to move, press Escape to go back."),
+      el("span", {}, "Click, turn the wheel or pinch to zoom; drag to move; Escape goes back."),
     );
   }
 
