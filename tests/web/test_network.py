@@ -381,13 +381,16 @@ def test_the_picture_has_its_height_and_all_rows_again_after_a_lesson(page: "Pag
     assert after["rowShift"] == 0 >= after["hidden"]
 
 
-# Note what is written on a canvas, with its colour and its places: of the canvas, in pixels of the page.
+# Note what is written on a canvas, with its colour, and how opaque its pictures are.
 NOTE_TEXTS = """() => {
-  const { fillText } = CanvasRenderingContext2D.prototype;
-  window.texts = [];
+  const { drawImage, fillText } = CanvasRenderingContext2D.prototype;
+  [window.texts, window.alphas] = [[], []];
+  CanvasRenderingContext2D.prototype.drawImage = function (...all) {
+    window.alphas.push(this.globalAlpha);
+    return drawImage.apply(this, all);
+  };
   CanvasRenderingContext2D.prototype.fillText = function (text, x, y, ...rest) {
-    const { e, f } = this.getTransform();
-    window.texts.push({ text, ink: this.fillStyle, x: e, y: f });
+    window.texts.push({ text, ink: this.fillStyle });
     return fillText.call(this, text, x, y, ...rest);
   };
 }"""
@@ -422,7 +425,7 @@ def test_heads_and_keys_are_named_above_scores_and_patterns(
 ) -> None:
     texts = [each["text"] for each in texts_of(page, base, at=f"blocks.2.attn.{stage}")]
     assert {f"H{head}" for head in range(8)} <= set(texts)
-    tokens = [each["text"] for each in bundled.answer("/tokenize", prompt=PROMPT)["tokens"]]
+    tokens = [each["text"] for each in bundled.answer("/forward", prompt=PROMPT, stages=["loss"])["tokens"]]
     for token in tokens:
         assert texts.count(token.replace(" ", "\u2423")) >= 8, (token, texts)
 
@@ -455,6 +458,7 @@ def test_numbers_in_cells_can_be_read_on_their_colours(page: "Page", base: str, 
     texts_of(page, base, at="blocks.3.attn_out", cell=20)
     found = page.evaluate(INKS, "blocks.3.attn_out")
     assert len(found) > 40
+    assert set(page.evaluate("window.alphas")) == {1}
     for each in found:
         ink = [int(each["ink"][at : at + 2], 16) for at in (1, 3, 5)]
         assert contrast(ink, each["under"]) >= 4.5

@@ -143,7 +143,7 @@ function itemOf(stage, architecture, width, branch) {
   const matrix = matrixOf(stage);
   const isGate = /^(ln1|ln2|ln1_post|ln2_post|ln_final)\.scale$/.test(part);
   const share = (matrix.heads * matrix.columns) / width;
-  const near = Math.max(0.5, Math.min(4.5, 1.5 * Math.sqrt(share)));
+  const near = Math.max(matrix.hasKeys ? 1 : 0.5, Math.min(4.5, 1.5 * Math.sqrt(share)));
   const isTwice = part === "resid_pre" && layer !== 0; // equal to the end of the block before
   return {
     name: stage.name,

@@ -5,6 +5,7 @@ import { around, el, labelled, select } from "../dom.js";
 import { number, percent, quoted } from "../format.js";
 import { dataTable } from "../draw/data_table.js";
 import { lineOf } from "../network/items.js";
+import { brief } from "../network/labels.js";
 import { LESSONS, chaptersOf } from "../network/lessons.js";
 import { explainPrediction } from "../network/arithmetic/prediction.js";
 import { explain } from "../network/arithmetic/explain.js";
@@ -388,7 +389,7 @@ export default class Network extends View {
   #showLegend({ at }) {
     const pass = /** @type {Pass} */ (this.#pass);
     const { low, high, isSigned } = pass.range(at);
-    const [least, most] = pass.stages.has(at) ? [number(low), number(high)] : ["−", "+"];
+    const [least, most] = pass.stages.has(at) ? [brief(low), brief(high)] : ["−", "+"];
     const bar = (/** @type {string} */ kind) => el("span", { class: `legend-bar ${kind}`, "aria-hidden": "true" });
     const isDiverging = isSigned || !pass.stages.has(at);
     const colours = isDiverging
