@@ -13,8 +13,8 @@
  *   sentence: string, formula: Formula, columns: string[], terms: Term[], rest: string, computed: number | null,
  *   slack: number,
  * }} Explanation `sentence`: the formula in words; `terms`: those that are listed first come first; `rest`: about the
- *   terms that are not listed at first; `computed`: null if the page cannot compute the number; `slack`: how far rounding
- *   may take it from the number of the service
+ *   terms that are not listed at first; `computed`: null if the page cannot compute the number; `slack`: how far
+ *   rounding may take it from the number of the service
  * @typedef {{
  *   pass: Pass, architecture: Architecture, stage: PassStage, layer: number | null, part: string, row: number,
  *   column: number, head: number, within: number, served: number, weights: Weight[],
