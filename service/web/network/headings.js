@@ -16,7 +16,7 @@ const LABELS = { across: [23, 38], down: [11, 23] }; // lines of the heading, in
 const LEAST_LABEL = 12; // pixels of a stage that has a label
 const LAYER = 18; // pixels of the name of a layer, where the computation goes down
 const HEAD = 24; // pixels of a head that has a name
-const KEY = { least: 9.5, level: 40 }; // pixels of a column that has a token, and of one in which it lies level
+const KEY = { least: 7.5, level: 40 }; // pixels of a column that has a token, and of one in which it lies level
 
 /**
  * Names of blocks, of stages and heads where they have room, and the tokens of keys.
@@ -108,10 +108,10 @@ function drawHeads({ plane, layout, line, pass, palette, row }, index, heading, 
   if (item.heads > 1 && places[0].size < HEAD) return;
   places.forEach(({ begin, size: width }, head) => {
     if (begin > layout.length || begin + width < 0) return;
-    if (head > 0) {
-      const middle = (begin + places[head - 1].begin + width) / 2;
+    const between = head > 0 ? (begin + places[head - 1].begin + width) / 2 : 0;
+    if (between > 0 && between < layout.length) {
       context.fillStyle = palette.line;
-      plane.fill(middle - 1, LABELS.across[1] - 7 - heading, 2, layout.rowsInSight + heading);
+      plane.fill(between - 1, LABELS.across[1] - 7 - heading, 2, layout.rowsInSight + heading);
     }
     context.font = `600 11px ${FONT}`;
     context.textAlign = "center";
@@ -142,7 +142,7 @@ function drawHeads({ plane, layout, line, pass, palette, row }, index, heading, 
 function drawKey(plane, text, along, size, keys) {
   const { context } = plane;
   const isLevel = plane.isDown || size >= KEY.level;
-  context.font = `10px ${MONO}`;
+  context.font = `${Math.min(10, Math.round(size))}px ${MONO}`;
   context.save();
   context.translate(...plane.point(along, plane.isDown || !isLevel ? -4 : -keys / 2));
   if (!isLevel) context.rotate(-Math.PI / 2);

@@ -20,7 +20,7 @@ import { headPlaces, maskOf, Strips } from "./strips.js";
 
 const NARROW = 640; // pixels of the page below which the computation goes down
 const HEADING = { across: 46, down: 30 };
-const KEYS = { across: 15, down: 44, letter: 6.2, most: 70, cell: 9.5 }; // room for the tokens of keys in the heading
+const KEYS = { across: 15, down: 44, letter: 6.2, most: 70, cell: 7.5 }; // room for the tokens of keys in the heading
 const GUTTER = { letter: 7.9, numbers: 40, least: 70, most: 150, down: 66 };
 const HEIGHT = { least: 300, below: 120, down: 620 };
 const SETTLE_MILLISECONDS = 140;

@@ -74,11 +74,11 @@ export default class Network extends View {
 
   build() {
     const bar = el("div", { class: "row network-bar" }, el("nav", { "aria-label": "Zoom" }, this.#trail), this.#heads);
-    const stage = el("div", { class: "network-stage" }, this.#picture, this.#cell);
+    const stage = el("div", { class: "network-stage" }, el("div", {}, this.#picture, this.#legend), this.#cell);
     this.#articles.setAttribute("aria-label", "Lessons");
     this.#articles.append(...this.#offered().map(([value, { title }]) => el("option", { value }, title)));
     const answer = el("div", { class: "row" }, this.#answer, this.#lessons);
-    this.append(answer, this.#card, bar, stage, this.#legend, this.#said, this.#table);
+    this.append(answer, this.#card, bar, stage, this.#said, this.#table);
     this.#card.addEventListener("step", ({ detail }) => this.#go(detail.step));
     this.#cell.addEventListener("go", ({ detail: { stage: at, row, column } }) =>
       this.context.navigate({ at, position: String(row), cell: String(column) }),
