@@ -9,7 +9,7 @@ import { headPlaces } from "./strips.js";
 
 /**
  * @import { Scene, Spot } from "./scene.js"
- * @typedef {{ gutter: number, heading: number, keys: number }} Margins before the network, along and across; `keys`: the
+ * @typedef {{ gutter: number, heading: number, keys: number }} Margins before the network, both ways; `keys`: the
  *   part of the heading for the tokens of keys
  */
 
@@ -107,7 +107,7 @@ function drawStrips(scene) {
           [0, (row - first) * steps, strip.columns, count * steps],
           [place.begin + all[0] * size, layout.rowStart(row), pixels, count * layout.rowSize],
         );
-      context.globalAlpha = hasNumbers(scene, item, index) ? 1 : strength(0.78, 0.7); // numbers need their full contrast
+      context.globalAlpha = hasNumbers(scene, item, index) ? 1 : strength(0.78, 0.7); // for the contrast of numbers
       draw(first, last - first);
       context.globalAlpha = 1;
       if (chosen >= first && chosen < last) draw(chosen, 1);
