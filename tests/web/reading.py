@@ -1,6 +1,7 @@
 """Read numbers and tokens as the page writes them."""
 
 import re
+from decimal import ROUND_HALF_UP, Decimal
 
 NO_BREAK = "\N{NO-BREAK SPACE}"
 ZERO = f"0{NO_BREAK}%"
@@ -30,4 +31,5 @@ def percent(probability: float) -> str:
     value = 100 * probability
     if value < 0.01:
         return TINY if value else ZERO
-    return f"{value:.1f}{NO_BREAK}%" if value >= 10 else f"{value:.2f}{NO_BREAK}%"
+    digits = Decimal("0.1" if value >= 10 else "0.01")
+    return f"{Decimal(float(value)).quantize(digits, ROUND_HALF_UP)}{NO_BREAK}%"  # as JavaScript rounds

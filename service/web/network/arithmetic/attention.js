@@ -92,9 +92,9 @@ export const pattern = {
       scores.map((num, at) => ({ name: `${at} ${quoted(pass.tokens[at])}`, num })),
       key,
     );
-    // the service computes it from scores before they are rounded
+    // the service computes it from scores before they are rounded; the derivative of a share p is p (1 - p)
     const sizes = scores.map(({ value }) => Math.abs(value)).filter(Number.isFinite);
-    share.slack += place.served * unitOf(place) * Math.max(...sizes);
+    share.slack += 2 * place.served * (1 - place.served) * unitOf(place) * Math.max(...sizes);
     return share;
   },
 };
