@@ -381,6 +381,17 @@ def test_the_picture_has_its_height_and_all_rows_again_after_a_lesson(page: "Pag
     assert after["rowShift"] == 0 >= after["hidden"]
 
 
+def test_the_followed_token_is_in_sight_when_the_heading_takes_room(page: "Page", base: str) -> None:
+    page.emulate_media(reduced_motion="reduce")
+    prompt = PROMPT + " dark night and he saw a long red boat on the water"
+    open_view(page, base, "network", prompt=prompt, at="blocks.2.attn.pattern")
+    bottom, breadth = page.evaluate("""() => {
+      const { layout, row } = document.querySelector("network-canvas").scene;
+      return [layout.rowStart(row) + layout.rowSize, layout.breadth];
+    }""")
+    assert bottom <= breadth + 0.5
+
+
 # Note what is written on a canvas, with its colour, and how opaque its pictures are.
 NOTE_TEXTS = """() => {
   const { drawImage, fillText } = CanvasRenderingContext2D.prototype;

@@ -88,7 +88,6 @@ export class NetworkCanvas extends HTMLElement {
       const shared = { plane: this.#plane, line, layout, pass, pointed: null, front: Infinity };
       this.#scene = { ...shared, ...look, strips: new Strips(pass, false, 1), palette: paletteOf(this) };
       this.#resize();
-      layout.camera = { ...layout.camera, row: look.row + 0.5 };
       this.#canvas.setAttribute("aria-label", describe(line, pass));
     } else Object.assign(/** @type {Scene} */ (this.#scene), look);
     this.redraw();
@@ -262,6 +261,7 @@ export class NetworkCanvas extends HTMLElement {
       layout.resize(width - gutter, height - heading, false);
       plane.resize(width, heading + layout.rowsInSight);
     }
+    layout.camera = { ...layout.camera, row: this.#scene.row + 0.5 }; // the followed token stays in sight
     this.#restrip();
     this.redraw();
     this.#settled();

@@ -107,12 +107,12 @@ export default class Network extends View {
     const head = state.head === "" ? null : readIndex(state.head, "head", numHeadsOf(pass));
     const chosen = spot.column === null ? null : { item: spot.from, row, column: spot.column };
     this.#cell.hidden = chosen === null;
-    const focus = pass.stages.has(state.at) ? spot.from : null;
-    const isNew = this.#picture.show(line, pass, { row, head, chosen }, focus);
-    this.#picture.measure();
     this.#showTrail(state);
     this.#showHeads(state);
     this.#showAnswer(row);
+    const focus = pass.stages.has(state.at) ? spot.from : null;
+    const isNew = this.#picture.show(line, pass, { row, head, chosen }, focus);
+    this.#picture.measure();
     const place = (/** @type {State | null} */ s) => s && [s.at, s.cell, s.position].join();
     if (isNew && state.at === "") this.#picture.play();
     else if (isNew || place(before) !== place(state)) this.#picture.fly(this.#picture.cameraOf(spot));
