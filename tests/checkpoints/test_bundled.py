@@ -61,7 +61,9 @@ def test_greedy_text_does_not_loop(bundled: Checkpoint, prompt: str) -> None:
 
 
 def test_the_model_card_has_the_commands_of_the_runs_in_the_log() -> None:
-    commands = [line.split()[3:] for line in CARD.splitlines() if line.startswith("python -m model.training.train")]
+    commands = [
+        line.split()[3:] for line in CARD.splitlines() if line.startswith("      python -m model.training.train")
+    ]
     assert len(commands) == len(RUNS)
     for command, (run, *evaluations, result) in zip(commands, RUNS, strict=True):
         options = vars(make_parser().parse_args(command))

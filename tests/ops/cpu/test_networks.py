@@ -33,14 +33,19 @@ DTYPES_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_network_with_kernels_agrees_with_pytorch(dtype: str) -> None:
+    """In bfloat16, which rounds in each layer, it is as close to the logits in float32 as PyTorch is."""
     plain = load_checkpoint(str(BUNDLED), dtype=dtype).model
     packed = by_kernels(load_checkpoint(str(BUNDLED), dtype=dtype).model)
     assert not any(isinstance(module, nn.Linear) for module in packed.modules())
     ids = torch.randint(4096, (2, 50), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected, found = plain(ids), packed(ids)
-    tolerance = 1e-4 if dtype == "float32" else 0.2  # bfloat16 has 8 bits, and each layer rounds
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+        exact = load_checkpoint(str(BUNDLED), dtype="float32").model(ids)
+    if dtype == "float32":
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    else:
+        ours, theirs = ((logits - exact).square().mean().sqrt() for logits in (found, expected))
+        assert ours < 1.2 * theirs < 0.1
 
 
 @pytest.mark.parametrize("name", CONFIGS)
