@@ -67,7 +67,7 @@ def download(source: str, revision: str | None) -> Path:
             ignore_patterns=list(IGNORED),
             tqdm_class=None if sys.stderr.isatty() else LoggedBar,
         )
-    except Exception as error:
+    except Exception as error:  # likewise
         reason = f"the download from the hub failed: {describe(error)}; the next start continues it"
         raise CheckpointError(f"{source}: {reason}") from error
     return Path(directory, min(gguf)) if gguf else Path(directory)

@@ -210,7 +210,7 @@ class Engine:
         self.check(request)
         if request.id in self._requests:
             raise InvalidField("id", f"{request.id!r} is running already")
-        # This sequence must compute traced, scored and probed positions, so only tokens before them come from others.
+        # This sequence must compute traced, scored and read positions, so only tokens before them come from others.
         own_positions = list((request.trace and request.trace.selection.positions) or ())
         if request.edits is not None and request.edits.first_read is not None:
             own_positions.append(request.edits.first_read)

@@ -31,10 +31,8 @@ class GuidedHeads:
     _seen: dict[str, Tensor] = field(default_factory=dict)
 
     def wants(self, name: str) -> bool:
-        return name.endswith(("rot_q", "rot_k")) and int(name.split(".")[1]) in (
-            self.previous_layer,
-            self.induction_layer,
-        )
+        layers = (self.previous_layer, self.induction_layer)
+        return name in {f"blocks.{layer}.attn.rot_{part}" for layer in layers for part in "qk"}
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         self._seen[name] = tensor

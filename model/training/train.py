@@ -41,6 +41,7 @@ from model.text.sampling import Sampler, SamplingParams, sample
 from model.text.tokenizer import Tokenizer
 from model.training.export import save_checkpoint
 from model.training.guided_heads import GuidedHeads, draw_copies
+from model.training.log import Log
 
 SAMPLE_PROMPTS = ("Once upon a time", "It was a dark night, and the captain")
 
@@ -177,71 +178,19 @@ def generate_sample(model: Transformer, tokenizer: Tokenizer, prompt: str) -> st
     return prompt + tokenizer.decode_inside(generated_ids)
 
 
-class Log:
-    """The log `training.jsonl`: the recipe, a line per evaluation, and the score of the saved checkpoint at the end.
-
-    Before these, it has the lines of the run with which this one started.
-    """
-
-    NAME = "training.jsonl"
-
-    def __init__(self, directory: Path, entries: list[dict[str, Any]]) -> None:
-        self._path = directory / self.NAME
-        self.entries = entries
-
-    @classmethod
-    def read(cls, directory: Path | None) -> list[dict[str, Any]]:
-        """The entries of the log in a directory; none if there is none."""
-        if directory is None or not (directory / cls.NAME).exists():
-            return []
-        return [json.loads(line) for line in (directory / cls.NAME).read_text().splitlines()]
-
-    @property
-    def evaluations(self) -> list[dict[str, Any]]:
-        """Those of this run."""
-        return [entry for entry in self.entries[self._starts()[-1] :] if "step" in entry]
-
-    def _starts(self) -> list[int]:
-        return [index for index, entry in enumerate(self.entries) if "recipe" in entry]
-
-    def add(self, entry: dict[str, Any]) -> None:
-        self.entries.append(entry)
-        self._path.write_text("".join(json.dumps(entry) + "\n" for entry in self.entries))
-
-    def plot(self, path: Path) -> None:
-        """Write a plot of training and validation loss over the number of tokens."""
-        from matplotlib.figure import Figure  # imported here because the import is slow
-
-        evaluations: list[dict[str, Any]] = []
-        tokens: list[int] = []
-        earlier = 0
-        for entry in self.entries:
-            if "recipe" in entry:
-                earlier = tokens[-1] if tokens else 0
-            elif "step" in entry:
-                evaluations.append(entry)
-                tokens.append(earlier + entry["tokens"])
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.subplots()
-        for key, label in (("training_loss", "training"), ("validation_loss", "held out")):
-            axes.plot([number / 1e6 for number in tokens], [entry[key] for entry in evaluations], label=label)
-        axes.set(xlabel="million tokens", ylabel="nats per token")
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
-        figure.savefig(path, dpi=120)
-
-
 class Run:
     """A training run: the network, its optimizer, the token ids to train on, and the held-out token ids.
 
-    `about` identifies the run: a saved state is continued only by a run with the same `about`.
+    The log begins with that of its start, the recipe and a digest of the texts. They identify the run.
     """
 
     def __init__(self, corpus: Corpus, out: Path, recipe: Recipe, device: str, start: Path | None = None) -> None:
         self.recipe, self.out, self.device = recipe, out, device
         first = None if start is None else load_checkpoint(str(start))
-        if first is None or first.tokenizer is None:
+        if first is None:
             self.tokenizer = Tokenizer(train_tokenizer(corpus.training, recipe.vocab_size))
+        elif first.tokenizer is None:
+            raise ValueError(f"{start} has no tokenizer; start with a checkpoint that has one")
         else:
             self.tokenizer = first.tokenizer
         self.ids, self.held_out_ids = (self._encode(texts) for texts in (corpus.training, corpus.held_out))
@@ -256,14 +205,14 @@ class Run:
         add_dropout(self.model, recipe.dropout)
         self.model.to(device)
         self.optimizer = self._new_optimizer()
-        self.about = {
+        about = {
             "recipe": asdict(recipe),
             "training_tokens": len(self.ids),
             "held_out_bytes": held_out_bytes,
             "parameters": count_parameters(self.model.config).total,
             "texts_sha256": hashlib.sha256("\0".join((*corpus.training, *corpus.held_out)).encode()).hexdigest(),
         }
-        self.log = Log(out, [*Log.read(start), self.about])
+        self.log = Log(out, [*Log.read(start), about])
         self.num_steps, self.seconds = 0, 0.0
         self.losses: list[Tensor] = []
 
@@ -287,16 +236,16 @@ class Run:
     def resume(self) -> None:
         """Continue a stopped run with the same recipe and texts, if there is one.
 
-        Raises `ValueError` if `out` holds a finished checkpoint, or the state of a run with other texts or another
-        recipe.
+        Raises `ValueError` if `out` holds a finished checkpoint, or the state of a run with other texts, another
+        recipe or another start.
         """
         if not self.state_path.exists():
             if (self.out / "config.json").exists():
                 raise ValueError(f"{self.out} already holds a checkpoint; choose another directory, or delete it")
             return
         state = torch.load(self.state_path, weights_only=True)
-        if state["about"] != self.about:
-            raise ValueError(f"{self.state_path} belongs to another run; use its recipe and texts, or delete it")
+        if state["entries"][: len(self.log.entries)] != self.log.entries:
+            raise ValueError(f"{self.state_path} belongs to another run; use its recipe, texts and start, or delete it")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.num_steps, self.seconds = state["num_steps"], state["seconds"]
@@ -305,7 +254,6 @@ class Run:
     def save_state(self) -> None:
         """Replace the saved state by renaming a complete file, so that a killed run keeps its last state."""
         state = {
-            "about": self.about,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "num_steps": self.num_steps,

@@ -9,6 +9,7 @@ import torch
 
 from model.checkpoints.load import load_checkpoint
 from model.network.transformer import Transformer
+from model.text.corpus import Corpus
 from model.tracing.stages import stages_of
 from model.tracing.tap import Recorder
 from model.training import train
@@ -89,9 +90,16 @@ def scores(checkpoint: Path) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_other_sizes_is_refused_as_a_start(tmp_path: Path) -> None:
+def test_a_start_of_other_sizes_without_tokenizer_or_of_another_run_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "text.txt"
     source.write_text(TEXT)
     train.train([source], tmp_path / "first", replace(TINY, evaluations=1), device="cpu", compiled=False)
     with pytest.raises(ValueError, match="is another kind of network than the recipe describes"):
         train.train([source], tmp_path / "second", GUIDED, start=tmp_path / "first", device="cpu", compiled=False)
+    corpus = Corpus.read([source], TINY.held_out)
+    train.Run(corpus, tmp_path / "second", TINY, "cpu", tmp_path / "first").save_state()
+    with pytest.raises(ValueError, match="belongs to another run; use its recipe, texts and start"):
+        train.Run(corpus, tmp_path / "second", TINY, "cpu").resume()
+    (tmp_path / "first" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="has no tokenizer; start with a checkpoint that has one"):
+        train.Run(corpus, tmp_path / "second", TINY, "cpu", tmp_path / "first")

@@ -45,9 +45,10 @@ export class StagePicture extends HTMLElement {
   }
 
   #paint() {
-    const stage = this.#drawn?.pass.stages.get(this.#drawn.name);
-    if (!this.#drawn || !stage || this.clientWidth === 0) return;
-    const { pass, name, positions } = this.#drawn;
+    const drawn = this.#drawn;
+    const stage = drawn?.pass.stages.get(drawn.name);
+    if (!drawn || !stage || this.clientWidth === 0) return;
+    const { pass, name, positions } = drawn;
     if (positions.some((position) => !stage.rows.has(position))) return;
     const { low, high } = pass.range(name);
     const { width, height, tiles } = layoutOf(stage, positions.length, this.clientWidth);
@@ -57,7 +58,7 @@ export class StagePicture extends HTMLElement {
     this.#canvas.setAttribute("role", "img");
     this.#canvas.setAttribute("aria-label", `Heat map, with colours from ${number(low)} to ${number(high)}`);
     const image = context2d(this.#canvas).createImageData(this.#canvas.width, this.#canvas.height);
-    tiles.forEach((tile, head) => paintTile(image, scaled(tile, scale), head, stage, this.#drawn));
+    tiles.forEach((tile, head) => paintTile(image, scaled(tile, scale), head, stage, drawn));
     context2d(this.#canvas).putImageData(image, 0, 0);
   }
 }
@@ -109,11 +110,9 @@ function scaled({ left, top, width, height }, scale) {
  * @param {Tile} tile
  * @param {number} head
  * @param {PassStage} stage
- * @param {Drawn | null} drawn
+ * @param {Drawn} drawn
  */
-function paintTile(image, tile, head, stage, drawn) {
-  if (drawn === null) return;
-  const { pass, positions, chosen } = drawn;
+function paintTile(image, tile, head, stage, { pass, positions, chosen }) {
   const range = pass.range(stage.name);
   const pixels = new Uint32Array(image.data.buffer);
   const dyes = Array.from({ length: 256 }, (_, index) => {
@@ -122,7 +121,7 @@ function paintTile(image, tile, head, stage, drawn) {
   });
   const { columns, heads, hasKeys } = stage;
   const isBar = columns * heads === 1;
-  const longest = isBar ? Math.max(...positions.map((position) => sizeIn(stage, position))) : 0;
+  const longest = isBar ? Math.max(...positions.map((position) => sizeIn(stage, position))) || 1 : 1; // 1: no bars
   const gap = isBar && tile.height >= 4 * positions.length ? Math.ceil(tile.height / positions.length / 5) : 0;
   for (let y = 0; y < tile.height; y++) {
     const row = Math.floor((y * positions.length) / tile.height);
