@@ -90,14 +90,17 @@ def scores(checkpoint: Path) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-def test_a_start_of_other_sizes_without_tokenizer_or_of_another_run_is_refused(tmp_path: Path) -> None:
+def test_a_run_begins_with_the_weights_of_its_start_and_refuses_an_unsuitable_one(tmp_path: Path) -> None:
     source = tmp_path / "text.txt"
     source.write_text(TEXT)
     train.train([source], tmp_path / "first", replace(TINY, evaluations=1), device="cpu", compiled=False)
     with pytest.raises(ValueError, match="is another kind of network than the recipe describes"):
         train.train([source], tmp_path / "second", GUIDED, start=tmp_path / "first", device="cpu", compiled=False)
     corpus = Corpus.read([source], TINY.held_out)
-    train.Run(corpus, tmp_path / "second", TINY, "cpu", tmp_path / "first").save_state()
+    run = train.Run(corpus, tmp_path / "second", TINY, "cpu", tmp_path / "first")
+    weights = load_checkpoint(str(tmp_path / "first")).model.state_dict()
+    assert all(torch.equal(weight, weights[name].float()) for name, weight in run.model.state_dict().items())
+    run.save_state()
     with pytest.raises(ValueError, match="belongs to another run; use its recipe, texts and start"):
         train.Run(corpus, tmp_path / "second", TINY, "cpu").resume()
     (tmp_path / "first" / "tokenizer.json").unlink()
