@@ -4,10 +4,11 @@
 
 - **First view**: the time from the navigation until the first view is complete, with the bundled model, with an empty
   cache of the browser (median of several new contexts), and again with a full one.
-- **Grid of heads**: with SmolLM2-135M-Instruct (`--model` serves another one) and a prompt of `--tokens` tokens, the
-  time from the navigation until the grid of all heads is visible, and how much of it passes after the pass of the
-  service has ended.
-- **Hovering**: frames a second while the pointer moves over a large pattern, and the longest frame.
+- **Network** and **attention** (the grid of all heads): with SmolLM2-135M-Instruct (`--model` serves another one) and a
+  prompt of `--tokens` tokens, the time from the navigation until the view is complete, and how much of it passes after
+  the last pass of the service has ended.
+- **Hovering** and **zooming**: frames a second while the pointer moves over the network or a large pattern, or its
+  wheel turns there, and the longest frame.
 - **Memory**: the JavaScript heap after `--passes` passes with different prompts, beside that after the first ten.
 - **Largest answer**: the most bytes of one answer to the page, before and after compression.
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 ROUNDS = 5
 SENTENCE = "When the captain of the ship looked at the dark sea, he thought of the long night before the storm. "
 HOVER_SECONDS = 3.0
+ZOOM_STEPS = 12  # turns of the wheel in one direction
 WARM_PASSES = 10
 # Counts frames until `stop` is called; returns the number of frames, the seconds, and the longest frame.
 COUNT_FRAMES = """
@@ -93,14 +95,14 @@ def long_prompt(service: Running, num_tokens: int) -> str:
     return prompt
 
 
-def measure_grid(browser: "Browser", service: Running, prompt: str) -> dict[str, Any]:
-    """The time until the grid is visible. Each round has another prompt, so that nothing is known before."""
+def measure_view(browser: "Browser", service: Running, view: str, prompt: str) -> dict[str, Any]:
+    """The time until a view is complete. Each round has another prompt, so that nothing is known before."""
     base, seconds, after = str(service.client.base_url), [], []
     largest, path = 0, ""
     for index in range(ROUNDS):
         with new_page(browser) as page:
             answers = Answers(page)
-            seconds.append(time_to_ready(page, url_of(base, "attention", prompt=f"{index} {prompt}")))
+            seconds.append(time_to_ready(page, url_of(base, view, prompt=f"{index} {prompt}")))
             after.append(max(0.0, time.perf_counter() - answers.pass_ended) if answers.pass_ended else seconds[-1])
             if answers.largest > largest:
                 largest, path = answers.largest, answers.largest_path
@@ -112,8 +114,8 @@ def measure_grid(browser: "Browser", service: Running, prompt: str) -> dict[str,
     }
 
 
-def measure_hovering(page: "Page", selector: str) -> dict[str, float]:
-    """Move the pointer over an element for some seconds, and count the frames that the browser draws."""
+def measure_frames(page: "Page", selector: str, *, zooms: bool) -> dict[str, float]:
+    """Move the pointer over an element for some seconds, or zoom in and out, and count the frames that are drawn."""
     box = page.locator(selector).first.bounding_box()
     assert box is not None, f"nothing matches {selector}"
     page.evaluate(COUNT_FRAMES)
@@ -123,6 +125,8 @@ def measure_hovering(page: "Page", selector: str) -> dict[str, float]:
         x = box["x"] + (step * 7) % max(1, int(box["width"]))
         y = box["y"] + (step * 3) % max(1, int(box["height"]))
         page.mouse.move(x, y)
+        if zooms:
+            page.mouse.wheel(0, 120 if step // ZOOM_STEPS % 2 else -120)
     found = page.evaluate(READ_FRAMES)
     return {
         "frames_per_second": 1000 * found["frames"] / found["milliseconds"],
@@ -160,7 +164,6 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=100)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", help="a checkpoint directory; default: SmolLM2-135M-Instruct, which is downloaded")
-    parser.add_argument("--hover", default="attention-view canvas", help="what the pointer moves over")
     options = parser.parse_args()
     results: dict[str, Any] = {}
     with chromium() as browser:
@@ -171,10 +174,13 @@ def main() -> None:
                 results["memory"] = measure_memory(page, base, options.passes)
         with running(model=options.model or str(smollm2()), threads=options.threads) as service:
             prompt = long_prompt(service, options.tokens)
-            results["grid"] = measure_grid(browser, service, prompt)
-            with new_page(browser) as page:
-                open_view(page, str(service.client.base_url), "attention", prompt=prompt)
-                results["hovering"] = measure_hovering(page, options.hover)
+            for view in ("network", "attention"):
+                results[view] = measure_view(browser, service, view, prompt)
+                with new_page(browser) as page:
+                    open_view(page, str(service.client.base_url), view, prompt=prompt)
+                    results[f"{view}, hovering"] = measure_frames(page, f"{view}-view canvas", zooms=False)
+                    if view == "network":
+                        results[f"{view}, zooming"] = measure_frames(page, f"{view}-view canvas", zooms=True)
     for name, figures in results.items():
         print(name)  # noqa: T201
         for figure, value in figures.items():

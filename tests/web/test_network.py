@@ -11,7 +11,7 @@ import pytest
 from model.worked_examples import WORKED_EXAMPLES
 from tests.service.checkpoints import NUM_TOKENS
 from tests.service.running import Running, running
-from tests.web.browsing import Findings, open_table, open_view, url_of, wait_until_ready, wait_until_settled
+from tests.web.browsing import open_table, open_view, url_of, wait_until_ready, wait_until_settled
 from tests.web.reading import SIGNIFICANT, percent, read_number
 from tests.web.test_families import FAMILIES, post, write_family
 
@@ -40,7 +40,7 @@ EXPLAIN = """async ([model, prompt]) => {
   const body = { ...(model ? { model } : {}), prompt };
   const pass = isWorkedExample(service, model)
     ? await Pass.ofExample(body, signal)
-    : await Pass.ofModel(body, service.model, () => true, signal);
+    : await Pass.ofModel(body, service.model, () => true, null, signal);
   const architecture = architectureOf(service, model);
   const found = [];
   const keep = ({ place, explanation }, name) => {
@@ -210,8 +210,8 @@ def test_a_wrong_address_is_an_error(page: "Page", base: str, state: dict[str, s
     assert message in page.locator("#error").inner_text()
 
 
-def test_only_rows_in_sight_of_a_long_prompt_are_read(page: "Page", base: str, findings: Findings) -> None:
-    """Of 400 tokens, the picture asks for the numbers of those that it draws."""
+def test_only_rows_in_sight_of_a_long_prompt_are_read(page: "Page", bundled: Running, base: str) -> None:
+    """Of 400 tokens, one pass gives the numbers of those that are drawn; others are read when they are chosen."""
     bodies: list[dict[str, Any]] = []
 
     def note_body(request: "Request") -> None:
@@ -219,10 +219,31 @@ def test_only_rows_in_sight_of_a_long_prompt_are_read(page: "Page", base: str, f
             bodies.append(json.loads(request.post_data or ""))
 
     page.on("request", note_body)
-    open_view(page, base, "network", prompt="the cat sat on " * 99)
-    large = [body for body in bodies if any("resid" in name or "pattern" in name for name in body["stages"])]
-    assert large
-    assert all(len(body["positions"]) < 80 for body in large)
+    prompt = "the cat sat on " * 99
+    predictions = bundled.answer("/forward", prompt=prompt, stages=["loss"])["predictions"]
+    for requests, position in enumerate((200, 100), 1):
+        open_view(page, base, "network", prompt=prompt, position=position)
+        assert len(bodies) == requests
+        assert position in bodies[-1]["positions"]
+        assert len(bodies[-1]["positions"]) < 80
+        said = page.locator("network-view .answer").inner_text()
+        assert all(percent(each["probability"]) in said for each in predictions[position]["top"][:2])
+
+
+def test_the_mark_under_the_pointer_leaves_the_picture_as_it_was(page: "Page", base: str) -> None:
+    open_view(page, base, "network", prompt=PROMPT)
+    page.emulate_media(reduced_motion="reduce")
+    canvas = page.locator("network-canvas canvas")
+    drawn = "canvas => new Promise(done => requestAnimationFrame(() => done(canvas.toDataURL())))"
+    page.reload()
+    wait_until_ready(page)
+    page.wait_for_timeout(500)
+    before = canvas.evaluate(drawn)
+    canvas.hover(position={"x": 500, "y": 100})
+    pointed = canvas.evaluate(drawn)
+    page.locator("h1").hover()
+    assert pointed != before
+    assert canvas.evaluate(drawn) == before
 
 
 CHOSEN_CELL = """async () => {

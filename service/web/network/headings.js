@@ -55,8 +55,9 @@ export function drawHeadings(scene, { heading, keys }) {
  * the room of its neighbours, whose names then go to the other line.
  * @param {Scene} scene
  * @param {number} heading
+ * @param {number | null} [pointed] the item under the pointer: its name alone is drawn, stronger
  */
-function drawLabels({ plane, layout, line, palette, pointed }, heading) {
+export function drawLabels({ plane, layout, line, palette }, heading, pointed = null) {
   const { context } = plane;
   const lines = plane.isDown ? LABELS.down : LABELS.across;
   const isNear = layout.detail > 0.5;
@@ -84,7 +85,8 @@ function drawLabels({ plane, layout, line, palette, pointed }, heading) {
     const at = free.findIndex((place) => place <= middle - text.half);
     if (at < 0) continue;
     free[at] = middle + text.half;
-    context.fillStyle = isNear && pointed?.item === first ? palette.text : palette.faint;
+    if (pointed !== null && !(isNear && pointed === first)) continue;
+    context.fillStyle = pointed === null ? palette.faint : palette.text;
     context.save();
     context.translate(...plane.point(middle, lines[at] - heading));
     if (plane.isDown) context.rotate(Math.PI / 2);

@@ -5,7 +5,7 @@ import { el } from "../dom.js";
 import { shown } from "../format.js";
 import { Layout } from "./layout.js";
 import { Motion } from "./motion.js";
-import { LEAST_PIXELS, paint } from "./paint.js";
+import { LEAST_PIXELS, paint, paintPointed } from "./paint.js";
 import { Plane } from "./plane.js";
 import { Pointing } from "./pointing.js";
 import { paletteOf } from "./scene.js";
@@ -39,6 +39,7 @@ export class NetworkCanvas extends HTMLElement {
   /** @type {number | null} the stage that is zoomed to */
   #focus = null;
   #frame = 0;
+  #mark = 0; // the frame in which the place under the pointer is marked
   #settle = 0;
   #measured = "";
   #measure = () => this.measure();
@@ -233,7 +234,8 @@ export class NetworkCanvas extends HTMLElement {
   point(spot) {
     if (!this.#scene || JSON.stringify(spot) === JSON.stringify(this.#scene.pointed)) return;
     this.#scene.pointed = spot;
-    this.redraw();
+    cancelAnimationFrame(this.#mark);
+    this.#mark = requestAnimationFrame(() => this.#drawMark());
     this.dispatchEvent(new CustomEvent("point", { detail: { spot } }));
   }
 
@@ -275,7 +277,17 @@ export class NetworkCanvas extends HTMLElement {
 
   #draw() {
     cancelAnimationFrame(this.#frame);
-    if (this.#scene) paint(this.#scene, this.#margins);
+    if (!this.#scene) return;
+    paint(this.#scene, this.#margins);
+    this.#plane.keep();
+    paintPointed(this.#scene, this.#margins);
+  }
+
+  /** What is under the pointer has changed, and nothing else. */
+  #drawMark() {
+    if (!this.#scene) return;
+    this.#plane.restore();
+    paintPointed(this.#scene, this.#margins);
   }
 }
 

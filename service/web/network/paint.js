@@ -1,7 +1,7 @@
 // Draw one picture of the network, from the ground up: rows, rivers, branches, bands, strips, gates, words, and marks.
 
 import { drawBands } from "./bands.js";
-import { drawHeadings } from "./headings.js";
+import { drawHeadings, drawLabels } from "./headings.js";
 import { drawNumbers, drawPredictions, drawTokens, hasNumbers } from "./labels.js";
 import { drawBranches, drawGates, drawRivers } from "./river.js";
 import { bandOf, strength } from "./scene.js";
@@ -47,7 +47,6 @@ export function paint(scene, margins) {
   drawFront(scene);
   drawPlace(scene);
   drawMark(scene, scene.chosen, true);
-  drawMark(scene, scene.pointed, false);
   context.restore();
   context.save();
   plane.clip(-gutter, -heading, layout.length + gutter, layout.rowsInSight + heading);
@@ -57,17 +56,39 @@ export function paint(scene, margins) {
 }
 
 /**
+ * Mark the place under the pointer, on a picture that is painted.
+ * @param {Scene} scene
+ * @param {Margins} margins
+ */
+export function paintPointed(scene, { gutter, heading }) {
+  const { plane, layout, palette, pointed } = scene;
+  if (!pointed) return;
+  const { context } = plane;
+  context.save();
+  context.translate(...plane.point(gutter, heading));
+  plane.clip(-gutter, -heading, layout.length + gutter, layout.rowsInSight + heading);
+  drawLabels(scene, heading, pointed.item);
+  plane.clip(-gutter, 0, layout.length + gutter, layout.rowsInSight);
+  context.fillStyle = palette.text;
+  context.globalAlpha = strength(0.05, 0.08);
+  plane.fill(-gutter, layout.rowStart(pointed.row), layout.length + gutter, layout.rowSize);
+  context.globalAlpha = 1;
+  drawMark(scene, pointed, false);
+  context.restore();
+}
+
+/**
  * @param {Scene} scene
  * @param {number} gutter
  */
-function drawGround({ plane, layout, palette, row: chosen, pointed }, gutter) {
+function drawGround({ plane, layout, palette, row: chosen }, gutter) {
   const { context } = plane;
   const [first, last] = layout.rows;
   for (let row = first; row < last; row++) {
-    const isMarked = row === chosen || row === pointed?.row;
     context.globalAlpha = row === chosen ? strength(0.1, 0.14) : 0.6;
     context.fillStyle = row === chosen ? palette.path : palette.bank;
-    if (isMarked || row % 2 === 0) plane.fill(-gutter, layout.rowStart(row), layout.length + gutter, layout.rowSize);
+    if (row === chosen || row % 2 === 0)
+      plane.fill(-gutter, layout.rowStart(row), layout.length + gutter, layout.rowSize);
   }
   context.globalAlpha = 1;
 }

@@ -1,6 +1,7 @@
 // The numbers of one pass, row by row as they are asked for. Rows that are here are not asked for again.
 
 import { postPass } from "../api.js";
+import { cached } from "../passes.js";
 import { matrixOf } from "./items.js";
 
 /**
@@ -17,8 +18,8 @@ import { matrixOf } from "./items.js";
  * @typedef {{ values: Numbers, dtype: string }} Wide the numbers of one position
  */
 
-const FIRST_BYTES = 6e6; // the first request also asks for what the picture shows, if that is not more
-const MOST_BYTES = 12e6; // of one request
+const MOST_BYTES = 16e6; // of one request
+const ROWS = 24; // of a long prompt, in the first request
 const MOST_STAGES = 180; // of one request, if they cannot be shortened
 const NUMBER_BYTES = 3; // between bfloat16 and float32
 const KEPT_NUMBERS = 60e6;
@@ -33,11 +34,14 @@ export class Pass {
   /** @type {PositionedToken[]} */
   tokens;
   /** @type {Map<number, PositionPredictions["top"]>} position → the most likely next tokens */
-  predictions;
+  predictions = new Map();
   /** @type {Loss} */
   loss;
   /** @type {Map<string, PassStage>} in the order of computation */
   stages = new Map();
+  #topK;
+  /** @type {{ names: string[], rows: number }} what the first picture shows: stages, and so many positions at once */
+  #first = { names: [], rows: 0 };
   #numbers = 0;
   /** @type {{ row: number, logits: Wide, probabilities: Wide } | null} */
   #logits = null;
@@ -53,7 +57,7 @@ export class Pass {
     this.body = body;
     this.tokens = answer.tokens;
     this.loss = answer.loss;
-    this.predictions = new Map(answer.predictions.map(({ position, top }) => [position, top]));
+    this.#topK = answer.predictions[0].top.length;
     for (const stage of stages)
       this.stages.set(stage.name, {
         ...stage,
@@ -66,38 +70,50 @@ export class Pass {
   }
 
   /**
-   * Run a pass of the served model, and read what the first picture shows.
+   * Run a pass of the served model, and read what the first picture shows: at all positions or, of a long prompt, at
+   * those around one.
    * @param {Body} body
    * @param {Model} model
    * @param {(name: string) => boolean} isFirst whether the first picture shows a stage
+   * @param {number | null} middle the position that the picture shows; null is the last one
    * @param {AbortSignal} signal
    */
-  static async ofModel(body, model, isFirst, signal) {
-    const most = typeof body.prompt === "string" ? new TextEncoder().encode(body.prompt).length : body.prompt.length;
-    const sizeOf = (/** @type {string} */ dim) => {
-      const size = model.sizes[dim];
-      return typeof size === "number" ? size : most;
-    };
-    const shapes = model.stages.map(({ name, dims }) => ({ name, dims, shape: dims.map(sizeOf) }));
-    const first = shapes.filter(({ name }) => isFirst(name) && !WIDE.includes(name));
-    const size = first.reduce((sum, { shape }) => sum + NUMBER_BYTES * shape.reduce((a, b) => a * b, 1), 0);
-    const names = shapes.map(({ name }) => name);
-    const asked = globsOf(size <= FIRST_BYTES ? first.map(({ name }) => name) : scalesOf(shapes), names);
+  static async ofModel(body, model, isFirst, middle, signal) {
+    const names = model.stages.map(({ name }) => name).filter((name) => isFirst(name) && !WIDE.includes(name));
+    const bytesOf = (/** @type {number} */ count) =>
+      stagesOf(model, count)
+        .filter(({ name }) => names.includes(name))
+        .reduce((sum, { shape }) => sum + NUMBER_BYTES * shape.reduce((a, b) => a * b, 1), 0);
+    const { prompt } = body;
+    let rows = typeof prompt === "string" ? new TextEncoder().encode(prompt).length : prompt.length; // or fewer
+    /** @type {number[] | null} */
+    let positions = null;
+    if (bytesOf(rows) > MOST_BYTES) {
+      const { count } =
+        typeof prompt === "string" ? await cached("/tokenize", { text: prompt }, signal) : { count: rows };
+      rows = bytesOf(count) > MOST_BYTES ? ROWS : count;
+      if (rows < count) positions = around(middle ?? count - 1, rows, count);
+    }
+    const all = model.stages.map(({ name }) => name);
+    const stages = globsOf(names, all);
     const top_k = Math.min(TOP_K, model.sizes.d_vocab);
-    const { answer, tensors } = await postPass("/forward", { ...body, stages: asked, top_k }, signal);
-    const count = answer.tokens.length;
-    const stages = model.stages.map(({ name, dims }) => ({
-      name,
-      dims,
-      shape: dims.map((dim) => (typeof model.sizes[dim] === "number" ? model.sizes[dim] : count)),
-    }));
-    const pass = new Pass(body, answer, stages);
-    pass.#keepAll(
-      answer,
-      tensors,
-      pass.tokens.map(({ position }) => position),
-    );
+    const asked = { ...body, stages, ...(positions && { positions }), top_k };
+    const { answer, tensors } = await postPass("/forward", asked, signal);
+    const pass = new Pass(body, answer, stagesOf(model, answer.tokens.length));
+    pass.#keepAll(answer, tensors, positions ?? pass.#positions);
+    pass.#first = { names, rows };
     return pass;
+  }
+
+  /**
+   * Read what the first picture shows around a position, unless it is here: its predictions are then here, too.
+   * @param {number} middle
+   * @param {AbortSignal} signal
+   */
+  async readAround(middle, signal) {
+    if (this.predictions.has(middle)) return;
+    const { names, rows } = this.#first;
+    await this.read(names, around(middle, rows, this.tokens.length), signal);
   }
 
   /**
@@ -109,12 +125,12 @@ export class Pass {
     const { answer, tensors } = await postPass("/forward", { ...body, stages: ["*"] }, signal);
     const stages = /** @type {StageShape[]} */ (answer.stages).filter(({ name }) => name in tensors);
     const pass = new Pass(body, answer, stages);
-    pass.#keepAll(
-      answer,
-      tensors,
-      pass.tokens.map(({ position }) => position),
-    );
+    pass.#keepAll(answer, tensors, pass.#positions);
     return pass;
+  }
+
+  get #positions() {
+    return this.tokens.map(({ position }) => position);
   }
 
   /**
@@ -169,10 +185,11 @@ export class Pass {
     /** @type {{ names: string[], positions: number[] }[]} */
     const parts = [];
     let bytes = Infinity;
+    const isLong = globsOf(names, [...this.stages.keys()]).length > MOST_STAGES;
     for (const name of names) {
       const { heads, columns } = /** @type {PassStage} */ (this.stages.get(name));
       const size = NUMBER_BYTES * heads * columns * positions.length;
-      if (bytes + size > MOST_BYTES || (parts.at(-1)?.names.length ?? 0) >= MOST_STAGES) {
+      if (bytes + size > MOST_BYTES || (isLong && (parts.at(-1)?.names.length ?? 0) >= MOST_STAGES)) {
         parts.push({ names: [], positions });
         bytes = 0;
       }
@@ -189,7 +206,8 @@ export class Pass {
   async #request({ names, positions }, signal) {
     const some = positions.length < this.tokens.length ? { positions } : {};
     const stages = globsOf(names, [...this.stages.keys()]);
-    const { answer, tensors } = await postPass("/forward", { ...this.body, stages, ...some, top_k: 0 }, signal);
+    const top_k = positions.every((position) => this.predictions.has(position)) ? 0 : this.#topK;
+    const { answer, tensors } = await postPass("/forward", { ...this.body, stages, ...some, top_k }, signal);
     this.#keepAll(answer, tensors, positions);
   }
 
@@ -200,6 +218,7 @@ export class Pass {
    */
   #keepAll(answer, tensors, positions) {
     if (this.#numbers > KEPT_NUMBERS) this.#forget();
+    for (const { position, top } of answer.predictions) if (top.length > 0) this.predictions.set(position, top);
     for (const { name, dtype } of answer.stages) {
       const stage = this.stages.get(name);
       if (stage) stage.dtype = dtype;
@@ -270,10 +289,26 @@ function globsOf(names, all) {
   return [...asked].flatMap(([glob, some]) => (some.length === existing.get(glob)?.length ? [glob] : some));
 }
 
-/** @param {StageShape[]} stages */
-function scalesOf(stages) {
-  const names = stages.filter(({ dims }) => dims[dims.length - 1] === "one" && dims.length === 3).map((s) => s.name);
-  return names.length > 0 ? names : [stages[0].name];
+/**
+ * The stages of a prompt of so many tokens.
+ * @param {Model} model
+ * @param {number} count
+ * @returns {StageShape[]}
+ */
+function stagesOf({ stages, sizes }, count) {
+  const sizeOf = (/** @type {string} */ dim) => (typeof sizes[dim] === "number" ? sizes[dim] : count);
+  return stages.map(({ name, dims }) => ({ name, dims, shape: dims.map(sizeOf) }));
+}
+
+/**
+ * Some positions in a row, with one in their middle if there is room on both sides.
+ * @param {number} middle
+ * @param {number} rows
+ * @param {number} count of all positions
+ */
+function around(middle, rows, count) {
+  const first = Math.max(0, Math.min(count - rows, middle - Math.floor(rows / 2)));
+  return Array.from({ length: rows }, (_, index) => first + index);
 }
 
 /**

@@ -1,10 +1,11 @@
 // A canvas in coordinates of the network: `along` the computation, `across` the tokens. On wide screens the computation
 // goes to the right; on narrow ones it goes down.
 
-import { context2d } from "../dom.js";
+import { context2d, el } from "../dom.js";
 
 export class Plane {
   #canvas;
+  #kept = context2d(el("canvas"));
   /** @type {CanvasRenderingContext2D} */
   context;
   isDown = false;
@@ -21,10 +22,23 @@ export class Plane {
    */
   resize(width, height) {
     const ratio = Math.min(2, devicePixelRatio || 1);
-    this.#canvas.width = Math.round(width * ratio);
-    this.#canvas.height = Math.round(height * ratio);
+    for (const canvas of [this.#canvas, this.#kept.canvas]) {
+      canvas.width = Math.round(width * ratio);
+      canvas.height = Math.round(height * ratio);
+    }
     Object.assign(this.#canvas.style, { width: `${width}px`, height: `${height}px` });
     this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  }
+
+  /** Keep the picture, so that marks can be drawn on it and taken away. */
+  keep() {
+    this.#kept.drawImage(this.#canvas, 0, 0);
+  }
+
+  /** Show the picture that was kept. */
+  restore() {
+    const { width, height } = this.#canvas.style;
+    this.context.drawImage(this.#kept.canvas, 0, 0, parseFloat(width), parseFloat(height));
   }
 
   /**

@@ -126,7 +126,7 @@ export default class Forward extends View {
     this.#served = service.model;
     this.#pass = isWorkedExample(service, body.model ?? null)
       ? await Pass.ofExample(body, signal)
-      : await Pass.ofModel(body, this.model, (name) => name === "embed", signal);
+      : await Pass.ofModel(body, this.model, (name) => name === "embed", null, signal);
   }
 
   /** Read the stages whose cards are in sight, and draw them. A long prompt has only some of its tokens as rows. */

@@ -30,7 +30,7 @@ import { isOther, isPosition, readPosition } from "./positions.js";
  */
 
 const PREDICTIONS = "predictions"; // the item at the end of the line
-const MANY_WEIGHTS = 1.5e6; // of the patterns in sight; above, only those of the chosen token are read
+const MANY_WEIGHTS = 4e6; // of the patterns in sight; above, only those of the chosen token are read
 const FIRST = /(embed|resid_mid|resid_post|attn\.[qkvz]|attn\.pattern|attn_out|mlp\.post|mlp_out|ln_final\.out|scale)$/;
 
 export default class Network extends View {
@@ -104,6 +104,7 @@ export default class Network extends View {
     if (Object.keys(stale).length > 0) return this.context.navigate(stale, { replace: true });
     const spot = this.#spotOf(state);
     const row = spot.row;
+    await pass.readAround(row, signal);
     const head = state.head === "" ? null : readIndex(state.head, "head", numHeadsOf(pass));
     const chosen = spot.column === null ? null : { item: spot.from, row, column: spot.column };
     this.#cell.hidden = chosen === null;
@@ -210,7 +211,7 @@ export default class Network extends View {
     const { service } = this.context;
     const pass = isWorkedExample(service, state.model)
       ? await Pass.ofExample(body, signal)
-      : await Pass.ofModel(body, this.model, (name) => FIRST.test(name), signal);
+      : await Pass.ofModel(body, this.model, (name) => FIRST.test(name), rowOf(state), signal);
     [this.#passKey, this.#pass] = [key, pass];
     this.#line = lineOf([...pass.stages.values()], architectureOf(service, state.model));
   }
@@ -443,6 +444,9 @@ function staleOf({ at, position, head, cell, step }, line, pass, isSameLesson) {
     ...(item && cell !== "" && !isPosition(cell, item.heads * item.columns) && { cell: "" }),
   };
 }
+
+/** The position of the address, if it is one. @param {State} state */
+const rowOf = ({ position }) => (/^\d+$/.test(position) ? Number(position) : null);
 
 /** @param {Pass} pass */
 function numHeadsOf(pass) {
