@@ -53,35 +53,14 @@ ANIMALS = listed("""
 dog cat rabbit duck bird mouse squirrel frog hedgehog kitten puppy lamb goat pony fox turtle owl goose hen
 beaver mole badger deer piglet calf sparrow robin crow swan
 """)
-KINDS = (
-    "kind",
-    "brave",
-    "clever",
-    "quiet",
-    "funny",
-    "cheerful",
-    "curious",
-    "careful",
-    "patient",
-    "gentle",
-    "shy",
-    "lively",
-)
+KINDS = listed("kind brave clever quiet funny cheerful curious careful patient gentle shy lively")
 DAYS = listed("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+SOME_TIMES = """
+one day|one morning|one afternoon|one sunny day|one warm day|one cold morning|one quiet evening|one day in spring|
+one day in summer|one day in autumn|early one morning|after breakfast one day|late one afternoon
+"""
 TIMES = (
-    "one day",
-    "one morning",
-    "one afternoon",
-    "one sunny day",
-    "one warm day",
-    "one cold morning",
-    "one quiet evening",
-    "one day in spring",
-    "one day in summer",
-    "one day in autumn",
-    "early one morning",
-    "after breakfast one day",
-    "late one afternoon",
+    *listed(SOME_TIMES, "|"),
     *(f"one {day}" for day in DAYS),
     *(f"on a {kind} {day}" for kind in ("sunny", "windy", "quiet", "warm") for day in DAYS),
 )
