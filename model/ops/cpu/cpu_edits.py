@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from model.ops.cpu.constants import EDIT_KINDS
-from model.ops.cpu.launch import call, call_brief, empty, pointer
+from model.ops.cpu.launch import call, call_brief, empty
 from model.ops.cpu.layout import DTYPES, NUMBERS_PER_TASK, merge_outer_dims, num_tasks
-from model.ops.cpu.shared_layout import Kernel, Layout, check_layout, find_kernels
+from model.ops.cpu.shared_layout import Argument, Kernel, Layout, check_layout, find_kernels
 from model.ops.row_edits import EditSeries, RowEdit, RowEdits, edit_rows
 
 BRIEF = 16384  # the numbers that one thread edits in a few microseconds
@@ -56,15 +56,7 @@ class CpuEdits:
         out, num_rows = empty(x.shape, x.dtype), x.shape[0] * x.shape[1]
         x, stride = merge_outer_dims(x, x.dim() - 2)
         size = out.numel() // num_rows
-        call(
-            kernels["copy_rows"],
-            num_tasks(out),
-            x=x.data_ptr(),
-            out=out.data_ptr(),
-            num_rows=num_rows,
-            size=size,
-            x_stride=stride,
-        )
+        call(kernels["copy_rows"], num_tasks(out), x=x, out=out, num_rows=num_rows, size=size, x_stride=stride)
         for part in out:
             for each in edited:
                 self._edit_in_place(kernels["edit_rows"], part, each)
@@ -75,10 +67,10 @@ class CpuEdits:
         series, num_rows = edited.series, edited.rows.numel()
         if series not in self._tables:
             self._tables[series] = b"".join(map(_pack, series.edits))
-        arguments = {
-            "x": x.data_ptr(),
-            "rows": edited.rows.data_ptr(),
-            "vector_indices": pointer(edited.vector_indices),
+        arguments: dict[str, Argument] = {
+            "x": x,
+            "rows": edited.rows,
+            "vector_indices": edited.vector_indices,
             "num_rows": num_rows,
             "num_heads": x.shape[1] if x.dim() == 3 else 1,
             "size": x.shape[-1],
@@ -97,9 +89,9 @@ class CpuEdits:
         call(
             self._edit_kernels[scores.dtype]["distribution"],
             rows,
-            x=scores.data_ptr(),
-            probabilities=probabilities.data_ptr(),
-            log_totals=log_totals.data_ptr(),
+            x=scores,
+            probabilities=probabilities,
+            log_totals=log_totals,
             num_rows=rows,
             size=scores.shape[-1],
         )
@@ -115,9 +107,9 @@ class CpuEdits:
             call(
                 kernel,
                 num_tasks(row_weights),
-                pattern=row_weights.data_ptr(),
-                v=values.data_ptr(),
-                out=result.data_ptr(),
+                pattern=row_weights,
+                v=values,
+                out=result,
                 T=T,
                 H=H,
                 Hkv=Hkv,
@@ -137,8 +129,8 @@ def _pack(edit: RowEdit) -> bytes:
         vector_stride, head_stride = (vectors.stride(dim) if vectors.shape[dim] > 1 else 0 for dim in (0, 1))
     return ROW_EDIT.pack(
         {
-            "heads": pointer(edit.heads),
-            "vectors": pointer(vectors),
+            "heads": edit.heads,
+            "vectors": vectors,
             "num_heads": 0 if edit.heads is None else edit.heads.numel(),
             "vector_stride": vector_stride,
             "head_stride": head_stride,

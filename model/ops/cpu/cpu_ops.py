@@ -16,7 +16,7 @@ from model.ops.cpu.cpu_edits import CpuEdits, Kernels, find_edit_kernels
 from model.ops.cpu.cpu_sampling import CpuSamplingOps
 from model.ops.cpu.cpu_summaries import CpuSummaryOps
 from model.ops.cpu.instruction_levels import chosen_level
-from model.ops.cpu.launch import call, empty, pointer
+from model.ops.cpu.launch import call, empty
 from model.ops.cpu.layout import DTYPES, merge_outer_dims, num_tasks
 from model.ops.cpu.packed_linear import pack_linear
 from model.ops.cpu.paged_attention import PagedAttention, PagedRead
@@ -78,9 +78,9 @@ class CpuNetworkOps(CpuEdits):
         call(
             self._kernels["take_rows"],
             num_tasks(out),
-            table=table.data_ptr(),
-            indices=index.data_ptr(),
-            out=out.data_ptr(),
+            table=table,
+            indices=index,
+            out=out,
             num_rows=index.numel(),
             size=table.shape[1],
         )
@@ -94,27 +94,13 @@ class CpuNetworkOps(CpuEdits):
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         a, b = a.contiguous(), b.contiguous()
         out = empty(a.shape, a.dtype)
-        call(
-            self._kernels["add"],
-            num_tasks(out),
-            a=a.data_ptr(),
-            b=b.data_ptr(),
-            out=out.data_ptr(),
-            num_elements=a.numel(),
-        )
+        call(self._kernels["add"], num_tasks(out), a=a, b=b, out=out, num_elements=a.numel())
         return out
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         assert total.is_contiguous(), "a contiguous copy would get the sum"
         x = x.contiguous()
-        call(
-            self._kernels["add"],
-            num_tasks(x),
-            a=total.data_ptr(),
-            b=x.data_ptr(),
-            out=total.data_ptr(),
-            num_elements=x.numel(),
-        )
+        call(self._kernels["add"], num_tasks(x), a=total, b=x, out=total, num_elements=x.numel())
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return self._map(self._kernels["scale"], x, factor)
@@ -125,7 +111,7 @@ class CpuNetworkOps(CpuEdits):
     def _map(self, kernel: Kernel, x: Tensor, parameter: float) -> Tensor:
         x = x.contiguous()
         out = empty(x.shape, x.dtype)
-        call(kernel, num_tasks(out), x=x.data_ptr(), out=out.data_ptr(), num_elements=x.numel(), parameter=parameter)
+        call(kernel, num_tasks(out), x=x, out=out, num_elements=x.numel(), parameter=parameter)
         return out
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, rule: NormRule) -> Tensor:
@@ -158,12 +144,12 @@ class CpuNetworkOps(CpuEdits):
         call(
             self._kernels["norm"],
             num_tasks(out),
-            x=x.data_ptr(),
-            weight=weight.data_ptr(),
-            bias=pointer(bias),
-            out=out.data_ptr(),
-            scales=pointer(scales),
-            normalized=pointer(normalized),
+            x=x,
+            weight=weight,
+            bias=bias,
+            out=out,
+            scales=scales,
+            normalized=normalized,
             outer=out.numel() // (inner * x.shape[-1]) if inner else 0,
             inner=inner,
             size=x.shape[-1],
@@ -184,10 +170,10 @@ class CpuNetworkOps(CpuEdits):
         call(
             self._kernels["rotation"],
             len(positions),
-            positions=positions.data_ptr(),
-            frequencies=frequencies.data_ptr(),
-            cosines=cos.data_ptr(),
-            sines=sin.data_ptr(),
+            positions=positions,
+            frequencies=frequencies,
+            cosines=cos,
+            sines=sin,
             num_rows=len(positions),
             half=len(frequencies),
             factor=factor,
@@ -200,13 +186,13 @@ class CpuNetworkOps(CpuEdits):
         call(
             self._kernels["select_rotation"],
             len(cos),
-            short_cosines=short[0].data_ptr(),
-            short_sines=short[1].data_ptr(),
-            long_cosines=long[0].data_ptr(),
-            long_sines=long[1].data_ptr(),
-            lengths=lengths.data_ptr(),
-            cosines=cos.data_ptr(),
-            sines=sin.data_ptr(),
+            short_cosines=short[0],
+            short_sines=short[1],
+            long_cosines=long[0],
+            long_sines=long[1],
+            lengths=lengths,
+            cosines=cos,
+            sines=sin,
             num_rows=cos.shape[0],
             half=cos.shape[1],
             limit=limit,
@@ -221,10 +207,10 @@ class CpuNetworkOps(CpuEdits):
         call(
             self._kernels["rotate"],
             num_tasks(out),
-            x=x.data_ptr(),
-            out=out.data_ptr(),
-            cosines=cos.data_ptr(),
-            sines=sin.data_ptr(),
+            x=x,
+            out=out,
+            cosines=cos,
+            sines=sin,
             num_rows=B * T,
             num_heads=H,
             d_head=D,
@@ -253,9 +239,9 @@ class CpuNetworkOps(CpuEdits):
         call(
             self._kernels[activation],
             num_tasks(out),
-            pre=pre.data_ptr(),
-            linear=pointer(gate),
-            out=out.data_ptr(),
+            pre=pre,
+            linear=gate,
+            out=out,
             num_rows=out.numel() // size,
             size=size,
             pre_stride=stride,

@@ -37,17 +37,16 @@ class CpuSamplingOps:
         N, size = logits.shape
         logits = logits.contiguous()
         values, indices = empty((N,), torch.float32), empty((N,), torch.int64)
-        bitmasks, words_per_row = mask_arguments(masks)
         call(
             self._argmax,
             N,
-            x=logits.data_ptr(),
-            values=values.data_ptr(),
-            indices=indices.data_ptr(),
-            bitmasks=bitmasks,
+            x=logits,
+            values=values,
+            indices=indices,
+            bitmasks=masks,
             num_rows=N,
             size=size,
-            words_per_row=words_per_row,
+            words_per_row=row_words(masks),
         )
         return Argmax(values, indices)
 
@@ -62,27 +61,24 @@ class CpuSamplingOps:
         )
         keys = torch.tensor([draw.key for draw in draws], dtype=torch.uint64)
         chosen = empty(rows.shape, torch.int64)
-        bitmasks, words_per_row = mask_arguments(masks)
         call(
             kernel,
             len(draws),
-            logits=logits.data_ptr(),
-            rows=rows.data_ptr(),
-            parameters=parameters.data_ptr(),
-            keys=keys.data_ptr(),
-            tokens=chosen.data_ptr(),
-            bitmasks=bitmasks,
+            logits=logits,
+            rows=rows,
+            parameters=parameters,
+            keys=keys,
+            tokens=chosen,
+            bitmasks=masks,
             num_draws=len(draws),
             size=size,
-            words_per_row=words_per_row,
+            words_per_row=row_words(masks),
         )
         token_ids: list[int] = chosen.tolist()
         return token_ids
 
 
-def mask_arguments(masks: Tensor | None) -> tuple[int, int]:
-    """The arguments of a kernel for masks (N, W): their address, and the words of a row."""
-    if masks is None:
-        return 0, 0
-    assert masks.is_contiguous()
-    return masks.data_ptr(), masks.shape[-1]
+def row_words(masks: Tensor | None) -> int:
+    """The words of a row of masks (N, W), as a kernel reads them."""
+    assert masks is None or masks.is_contiguous()
+    return 0 if masks is None else masks.shape[-1]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model.ops.cpu.launch import call, empty, pointer
+from model.ops.cpu.launch import call, empty
 from model.ops.cpu.shared_layout import Kernel, find_kernel
 from model.ops.cpu.trace_kernels import TraceKernels, decode_summaries
 from model.ops.interface import Top
@@ -41,9 +41,9 @@ class CpuSummaryOps:
         call(
             self._distribution,
             rows.numel(),
-            x=logits.data_ptr(),
-            probabilities=pointer(probabilities),
-            log_totals=log_totals.data_ptr(),
+            x=logits,
+            probabilities=probabilities,
+            log_totals=log_totals,
             num_rows=rows.numel(),
             size=size,
         )
@@ -55,16 +55,7 @@ class CpuSummaryOps:
             return TORCH.summaries.top(logits, count)
         (num_rows, size), logits = logits.shape, logits.contiguous()
         values, indices = empty((num_rows, count), torch.float32), empty((num_rows, count), torch.int64)
-        call(
-            self._top,
-            num_rows,
-            x=logits.data_ptr(),
-            values=values.data_ptr(),
-            indices=indices.data_ptr(),
-            num_rows=num_rows,
-            size=size,
-            num_top=count,
-        )
+        call(self._top, num_rows, x=logits, values=values, indices=indices, num_rows=num_rows, size=size, num_top=count)
         return Top(values, indices)
 
     def summarize(self, tensors: Sequence[Tensor]) -> list[Summary]:

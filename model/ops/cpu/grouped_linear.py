@@ -55,7 +55,7 @@ class GroupedLinear(nn.Module):
         x = linear_input(x, self.dtype, self.in_features)
         M, K, N = math.prod(x.shape[:-1]), self.in_features, self.out_features
         groups = empty((M, -(-K // GROUP), INPUT_GROUP_BYTES), torch.uint8)
-        call(self._quantize, M, x=x.data_ptr(), groups=groups.data_ptr(), M=M, K=K)
+        call(self._quantize, M, x=x, groups=groups, M=M, K=K)
         out = empty((*x.shape[:-1], N), x.dtype)
         first = 0
         for part, kernel in zip(self.parts, self._kernels, strict=True):
@@ -63,9 +63,9 @@ class GroupedLinear(nn.Module):
             call(
                 kernel,
                 num_outputs // OUTPUTS_PER_TASK,
-                groups=groups.data_ptr(),
-                integers=part.integers.data_ptr(),
-                scales=part.scales.data_ptr(),
+                groups=groups,
+                integers=part.integers,
+                scales=part.scales,
                 b=0 if self.bias is None else self.bias.data_ptr() + offset,
                 y=out.data_ptr() + offset,
                 M=M,

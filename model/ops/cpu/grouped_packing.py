@@ -61,15 +61,7 @@ def quantize_rows(weight: StackedRows, format: WeightFormat) -> PackedGroups:
     if rows is None or kernel is None:
         return pack_weight(quantize_to(weight.tensor(), format))
     packed = empty_groups((N, K), format)
-    call(
-        kernel,
-        len(packed.integers),
-        rows=rows.addresses.data_ptr(),
-        integers=packed.integers.data_ptr(),
-        scales=packed.scales.data_ptr(),
-        N=N,
-        K=K,
-    )
+    call(kernel, len(packed.integers), rows=rows.addresses, integers=packed.integers, scales=packed.scales, N=N, K=K)
     return packed
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model.ops.cpu.buffer_pool import buffer_pool
-from model.ops.cpu.shared_layout import Kernel, Layout, load_checked
+from model.ops.cpu.shared_layout import Argument, Kernel, Layout, load_checked
 
 if TYPE_CHECKING:
     from model.ops.cpu.recording import Recording
@@ -52,11 +52,11 @@ def thread_pool() -> ThreadPool | None:
     return ThreadPool(run_call, run_brief_call, run_calls, Layout.read(library, "kernel_call"))
 
 
-def call(kernel: Kernel, num_tasks: int, table: bytes = b"", /, **arguments: int | float) -> None:
+def call(kernel: Kernel, num_tasks: int, table: bytes = b"", /, **arguments: Argument) -> None:
     """Run a kernel now, divided into at most `num_tasks` tasks. If a recording is being made, record the call.
 
-    The C++ declaration of the kernel says what its arguments mean, and whether a table follows them. Raises TypeError
-    if an argument is missing or unknown.
+    The C++ declaration of the kernel says what its arguments mean, and whether a table follows them. A tensor is passed
+    as its address, and None as null. Raises TypeError if an argument is missing or unknown.
     """
     num_tasks = max(1, min(num_tasks, MAX_TASKS))
     packed = _record(kernel, num_tasks, table, arguments)
@@ -66,7 +66,7 @@ def call(kernel: Kernel, num_tasks: int, table: bytes = b"", /, **arguments: int
         warn_of_missing_threads(num_available, num_threads)
 
 
-def call_brief(kernel: Kernel, table: bytes = b"", /, **arguments: int | float) -> None:
+def call_brief(kernel: Kernel, table: bytes = b"", /, **arguments: Argument) -> None:
     """Like `call` with one task, for microseconds of work: other threads of Python wait.
 
     If they could run meanwhile, they would keep Python's lock for much longer than the work takes, after each call.
@@ -74,7 +74,7 @@ def call_brief(kernel: Kernel, table: bytes = b"", /, **arguments: int | float) 
     _pool().run_brief_call(kernel.address, 1, _record(kernel, 1, table, arguments), 1)
 
 
-def _record(kernel: Kernel, num_tasks: int, table: bytes, arguments: Mapping[str, int | float]) -> bytes:
+def _record(kernel: Kernel, num_tasks: int, table: bytes, arguments: Mapping[str, Argument]) -> bytes:
     """Pack the arguments of a call and the table, and record the call if a recording is being made."""
     packed = kernel.arguments.pack(arguments) + table
     recording = CURRENT.get()
@@ -109,8 +109,3 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialized tensor for the output of a kernel. During a recording, it lies in the recording's memory."""
     recording = CURRENT.get()
     return buffer_pool.empty(shape, dtype) if recording is None else recording.empty(shape, dtype)
-
-
-def pointer(tensor: Tensor | None) -> int:
-    """The address of a tensor as a kernel argument; 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()

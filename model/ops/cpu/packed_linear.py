@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from model.ops.cpu.grouped_linear import GroupedLinear, has_grouped_kernel
 from model.ops.cpu.grouped_packing import pack_weight
-from model.ops.cpu.launch import call, empty, pointer
+from model.ops.cpu.launch import call, empty
 from model.ops.cpu.layout import OUTPUTS_PER_TASK, linear_input
 from model.ops.cpu.packing import DEPTH, PackedWeight, pack, unpack, unpack_part
 from model.ops.cpu.shared_layout import Kernel, find_kernel
@@ -50,24 +50,9 @@ class PackedLinear(nn.Module):
         out = empty((*x.shape[:-1], self.out_features), x.dtype)
         if self._widen is not None:
             narrow, x = x, empty(x.shape, torch.float32)
-            call(
-                self._widen,
-                x.numel() // NUMBERS_PER_WIDEN_TASK,
-                x=narrow.data_ptr(),
-                out=x.data_ptr(),
-                num_elements=x.numel(),
-            )
-        call(
-            self._kernel,
-            self.out_features // OUTPUTS_PER_TASK,
-            x=x.data_ptr(),
-            w=self.packed.data_ptr(),
-            b=pointer(self.bias),
-            y=out.data_ptr(),
-            M=math.prod(x.shape[:-1]),
-            N=self.out_features,
-            K=self.in_features,
-        )
+            call(self._widen, x.numel() // NUMBERS_PER_WIDEN_TASK, x=narrow, out=x, num_elements=x.numel())
+        M, N, K = math.prod(x.shape[:-1]), self.out_features, self.in_features
+        call(self._kernel, N // OUTPUTS_PER_TASK, x=x, w=self.packed, b=self.bias, y=out, M=M, N=N, K=K)
         return out
 
 

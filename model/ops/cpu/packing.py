@@ -79,5 +79,5 @@ def pack_rows(weight: StackedRows) -> PackedWeight:
         return PackedWeight((N, K), pack(weight.tensor()))
     num_tiles, depth = -(-N // TILE), DEPTH[weight.dtype]
     packed = large_memory.empty((num_tiles, K // depth, TILE, depth), weight.dtype)
-    call(kernel, num_tiles, rows=rows.addresses.data_ptr(), out=packed.data_ptr(), N=N, K=K)
+    call(kernel, num_tiles, rows=rows.addresses, out=packed, N=N, K=K)
     return PackedWeight((N, K), packed)

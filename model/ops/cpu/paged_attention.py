@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from model.ops.cpu.constants import KEYS_PER_CHUNK, PARTIAL_PADDING, VECTOR_WIDTH
-from model.ops.cpu.launch import MAX_TASKS, call, empty, pointer
+from model.ops.cpu.launch import MAX_TASKS, call, empty
 from model.ops.cpu.layout import merge_outer_dims, num_tasks
-from model.ops.cpu.shared_layout import Kernel, find_kernels
+from model.ops.cpu.shared_layout import Argument, Kernel, find_kernels
 from model.ops.quantized_rows import QuantizedRows
 from model.ops.torch_attention import CausalMask, ScoreRule
 
@@ -96,11 +96,11 @@ class PagedAttention:
         return call(
             self._kernels["write_rows"],
             num_tasks(k),
-            k=k.data_ptr(),
-            v=v.data_ptr(),
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
-            slots=slots.data_ptr(),
+            k=k,
+            v=v,
+            keys=keys,
+            values=values,
+            slots=slots,
             num_rows=slots.shape[0],
             size=keys.shape[1] * keys.shape[2],
             k_stride=k_stride,
@@ -112,13 +112,13 @@ class PagedAttention:
         call(
             self._kernels["write_quantized"],
             num_tasks(k),
-            k=k.data_ptr(),
-            v=v.data_ptr(),
-            keys=keys.integers.data_ptr(),
-            values=values.integers.data_ptr(),
-            key_magnitudes=keys.magnitudes.data_ptr(),
-            value_magnitudes=values.magnitudes.data_ptr(),
-            slots=slots.data_ptr(),
+            k=k,
+            v=v,
+            keys=keys.integers,
+            values=values.integers,
+            key_magnitudes=keys.magnitudes,
+            value_magnitudes=values.magnitudes,
+            slots=slots,
             num_rows=slots.shape[0],
             num_heads=k.shape[1],
             D=k.shape[2],
@@ -141,17 +141,17 @@ class PagedAttention:
         out = empty(q.shape, q.dtype)
         q, q_stride = merge_outer_dims(q, 2)
         num_sequences, max_blocks = read.blocks.shape
-        arguments = {
-            "q": q.data_ptr(),
-            "keys": keys.data_ptr(),
-            "values": values.data_ptr(),
-            "z": out.data_ptr(),
-            "blocks": read.blocks.data_ptr(),
-            "cu_seqlens": read.cu_seqlens.data_ptr(),
-            "start": read.start.data_ptr(),
-            "partials": pointer(read.partials),
-            "key_magnitudes": pointer(key_magnitudes),
-            "value_magnitudes": pointer(value_magnitudes),
+        arguments: dict[str, Argument] = {
+            "q": q,
+            "keys": keys,
+            "values": values,
+            "z": out,
+            "blocks": read.blocks,
+            "cu_seqlens": read.cu_seqlens,
+            "start": read.start,
+            "partials": read.partials,
+            "key_magnitudes": key_magnitudes,
+            "value_magnitudes": value_magnitudes,
             "num_sequences": num_sequences,
             "max_blocks": max_blocks,
             "block_size": read.block_size,
@@ -223,14 +223,14 @@ class PagedAttention:
         call(
             self._kernels["attention_scores"],
             MAX_TASKS,
-            q=q.data_ptr(),
-            keys=keys.data_ptr(),
-            blocks=read.blocks[sequence].data_ptr(),
-            start=read.start[sequence].data_ptr(),
-            key_magnitudes=pointer(key_magnitudes),
-            scores=scores.data_ptr(),
-            masked=masked.data_ptr(),
-            pattern=pattern.data_ptr(),
+            q=q,
+            keys=keys,
+            blocks=read.blocks[sequence],
+            start=read.start[sequence],
+            key_magnitudes=key_magnitudes,
+            scores=scores,
+            masked=masked,
+            pattern=pattern,
             N=N,
             block_size=read.block_size,
             H=H,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from model.ops.cpu import libraries
 from model.ops.cpu.constants import CONSTANTS
@@ -17,6 +18,8 @@ from model.ops.cpu.constants import CONSTANTS
 # The kinds of fields as C++ names them, with their format in the module `struct`. All of them have FIELD_BYTES.
 FORMATS = {"address": "P", "integer": "q", "number": "d"}
 FIELD_BYTES = 8
+Argument = int | float | Tensor | None
+"""The value of a field: a number, or what an address is taken of."""
 
 
 class LayoutMismatch(RuntimeError):
@@ -50,11 +53,28 @@ class Layout:
     def _struct(self) -> struct.Struct:
         return struct.Struct(self.format)
 
-    def pack(self, values: Mapping[str, int | float]) -> bytes:
-        """Make the struct. An address is 0 where C++ allows null. Raises TypeError for missing and unknown fields."""
-        if values.keys() != self.fields.keys():
+    @cached_property
+    def _addresses(self) -> list[int]:
+        return [index for index, kind in enumerate(self.fields.values()) if kind == "address"]
+
+    def pack(self, values: Mapping[str, Argument]) -> bytes:
+        """Make the struct. An address is given as it is, as a tensor, or as None for null.
+
+        Raises TypeError for missing and unknown fields, and `struct.error` for values of another kind.
+        """
+        try:
+            ordered = [*map(values.__getitem__, self.fields)]
+        except KeyError:
+            ordered = []
+        if len(ordered) != len(values) or not ordered:
             raise TypeError(f"the fields are {', '.join(self.fields)}; given are {', '.join(values)}")
-        return self._struct.pack(*map(values.__getitem__, self.fields))
+        for index in self._addresses:
+            value = ordered[index]
+            if value is None:
+                ordered[index] = 0
+            elif isinstance(value, Tensor):
+                ordered[index] = value.data_ptr()
+        return self._struct.pack(*ordered)
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class GatherCopy:
             self._kernel,
             out.nbytes // BYTES_PER_TASK,
             pieces=self._table.ctypes.data,
-            out=out.data_ptr(),
+            out=out,
             num_pieces=len(self._tensors),
         )
 
