@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from model.analysis.quantization.calibration import CALIBRATED, CalibratedWeights, linear_layers
 from model.errors import CheckpointError
 from model.network.float_copy import linear_weight
-from model.network.prepare import make_linear
 from model.network.transformer import Transformer
 from model.ops.quantization import INT8
 from model.ops.weight_formats import FORMATS, WeightFormat
@@ -93,7 +92,7 @@ class LossMeter:
         bias = layer.bias if isinstance(layer.bias, Tensor) else None
         weight = linear_weight(layer)
         own = self._calibrated.get((name, format.name), format)
-        return make_linear(self._model.backend, weight, own, bias, weight.dtype)
+        return self._model.backend.network.linear(weight, bias, weight.dtype, own)
 
     @torch.inference_mode()
     def loss(self, formats: Mapping[str, WeightFormat]) -> float:

@@ -28,9 +28,10 @@ from model.errors import CheckpointError, short_repr
 from model.files import read_json
 from model.network.adapters import Adapter
 from model.network.parameters import ParameterCount, count_parameters
-from model.network.prepare import Weight, keeps_any_format, prepare_model
+from model.network.prepare import keeps_any_format, prepare_model
 from model.network.transformer import Transformer
 from model.ops.quantization import LayerFormats
+from model.ops.stacked_groups import Weight
 from model.text.chat_template import ChatTemplate
 from model.text.sampling import SamplingParams
 from model.text.tokenizer import Tokenizer

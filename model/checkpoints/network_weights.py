@@ -16,9 +16,8 @@ from model.checkpoints.families.family import BUFFERS, Family, Part
 from model.checkpoints.tensor_source import TensorSource
 from model.config import ModelConfig
 from model.errors import CheckpointError, join_names
-from model.network.prepare import Weight
 from model.network.transformer import Transformer
-from model.ops.stacked_groups import GroupedRows, StackedGroups
+from model.ops.stacked_groups import GroupedRows, StackedGroups, Weight
 from model.ops.stacked_rows import StackedRows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}

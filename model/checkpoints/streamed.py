@@ -18,9 +18,10 @@ from model.choices import Kernels, Quantization
 from model.config import ModelConfig
 from model.errors import CheckpointError
 from model.network.parameters import count_parameters
-from model.network.prepare import choose_backend, make_linear, whole_weight
+from model.network.prepare import choose_backend
 from model.network.transformer import Transformer
 from model.ops.quantization import LayerFormats, format_of, keeps_precision
+from model.ops.stacked_groups import whole_weight
 from model.ops.stacked_rows import StackedRows
 from model.ops.torch_ops import TORCH, TorchNetworkOps
 from model.text.tokenizer import Tokenizer
@@ -112,7 +113,7 @@ class OpenCheckpoint:
             def build() -> nn.Module:
                 weight = weights[stored_name]
                 own = whole_weight(weight) if keeps_precision(name) else weight
-                return make_linear(backend, own, format, bias, dtype)
+                return backend.network.linear(own, bias, dtype, format)
 
             return RebuiltLinear(build)
 
@@ -124,9 +125,7 @@ class OpenCheckpoint:
             name: _stored_table(_rows(weights, name)) if is_torch and name in tables else whole_weight(weights[name])
             for name in names
         }
-        model.load_state_dict(rest, strict=False, assign=True)
-        assert not any(parameter.is_meta for parameter in model.parameters()), "a parameter has no weight"
-        return model.requires_grad_(False).eval()
+        return model.complete(rest)
 
 
 def open_checkpoint(source: str | Location, *, name: str | None = None) -> OpenCheckpoint:

@@ -41,28 +41,25 @@ def copy_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 def float_copy(model: Transformer, dtype: torch.dtype) -> Transformer:
     """Copy a network to PyTorch's layers in `dtype`. Its weights are constants: autograd ignores them."""
-    head_shares_embedding = model.config.tied_head and not isinstance(model.head, QuantizedLinear | GroupedLinear)
+    is_tied = model.config.tied_head
 
     def linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
-        if name == "head" and head_shares_embedding:
-            return nn.Linear(num_inputs, num_outputs, bias=False, device="meta")  # `tie_head` sets its weight
+        if name == "head" and is_tied:
+            return nn.Linear(num_inputs, num_outputs, bias=False, device="meta")  # `complete` sets its weight
         return _plain_linear(model.get_submodule(name), dtype)
 
     with torch.device("meta"):
         copy = Transformer(model.config, backend=TORCH, linear=linear)
-    if not head_shares_embedding:  # the constructor has tied it to the embedding if the config says so
-        copy.head = _plain_linear(model.head, dtype)
     linear_names = {name for name, module in copy.named_modules() if isinstance(module, nn.Linear)}
     rest = {
         name: parameter.detach().to(dtype)
         for name, parameter in model.named_parameters()
         if name.rpartition(".")[0] not in linear_names
     }
-    copy.load_state_dict(rest, strict=False, assign=True)
-    if head_shares_embedding:
-        copy.tie_head()
-    assert not any(parameter.is_meta for parameter in copy.parameters()), "a parameter has no weight"
-    return copy.requires_grad_(False).eval()
+    copy.complete(rest)
+    if is_tied and isinstance(model.head, QuantizedLinear | GroupedLinear):  # it differs from the embedding
+        copy.head = _plain_linear(model.head, dtype)
+    return copy
 
 
 def copy_adapter(adapter: Adapter, dtype: torch.dtype) -> Adapter:

@@ -5,7 +5,7 @@ from collections.abc import MutableMapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from model.choices import Kernels, Quantization
 from model.config import ModelConfig
@@ -14,23 +14,18 @@ from model.network.parameters import count_parameters
 from model.network.transformer import Transformer
 from model.ops.cpu.constants import VECTOR_WIDTH
 from model.ops.cpu.cpu_ops import CpuNetworkOps, find_backend
-from model.ops.cpu.grouped_linear import GroupedLinear, has_grouped_kernel
-from model.ops.cpu.grouped_packing import copy_groups, pack_stored, quantize_rows, unpack_groups
+from model.ops.cpu.grouped_linear import GroupedLinear
 from model.ops.cpu.layout import DTYPES
-from model.ops.cpu.packed_linear import has_kernel, packed_layer
-from model.ops.cpu.packing import pack_rows
+from model.ops.cpu.packed_linear import can_keep_formats
 from model.ops.gpu.backend import find_backend as find_gpu_backend
 from model.ops.interface import Backend
-from model.ops.quantization import LayerFormats, QuantizedLinear, format_of, keeps_precision, quantize_to
-from model.ops.stacked_groups import StackedGroups
-from model.ops.stacked_rows import StackedRows
+from model.ops.quantization import LayerFormats, QuantizedLinear, format_of, keeps_precision
+from model.ops.stacked_groups import StackedGroups, Weight, whole_weight
 from model.ops.torch_ops import TORCH
-from model.ops.weight_formats import PackedGroups, WeightFormat
+from model.ops.weight_formats import WeightFormat
 from model.progress import Progress
 
 logger = logging.getLogger(__name__)
-
-Weight = Tensor | StackedRows | StackedGroups
 
 
 def prepare_model(
@@ -51,7 +46,8 @@ def prepare_model(
     dtype, device = embedding.dtype, embedding.device
     backend = choose_backend(config, dtype, device, kernels)
     if config.tied_head:
-        keeps_blocks = isinstance(stored, StackedGroups) and can_keep_formats(backend, stored, dtype)
+        is_ours = isinstance(backend.network, CpuNetworkOps)
+        keeps_blocks = is_ours and isinstance(stored, StackedGroups) and can_keep_formats(stored, dtype)
         weights["head.weight"] = stored if keeps_blocks else embedding
     progress = Progress("preparing weights", total=count_parameters(config).total)
 
@@ -62,7 +58,7 @@ def prepare_model(
         if keeps_precision(name):
             weight = whole_weight(weight)
         with torch.device(device):  # this runs while the rest of the network is laid out on the meta device
-            layer = make_linear(backend, weight, format, bias, dtype)
+            layer = backend.network.linear(weight, bias, dtype, format)
         if isinstance(format, WeightFormat):
             _check_quantized(name, layer)
         progress.advance(num_inputs * num_outputs)
@@ -70,63 +66,18 @@ def prepare_model(
 
     with torch.device("meta"):
         model = Transformer(config, backend=backend, linear=linear)
-    rest = {name: whole_weight(weights[name]) for name in weights}
-    surplus = model.load_state_dict(rest, strict=False, assign=True).unexpected_keys
-    model.tie_head()
+    model.complete({name: whole_weight(weights[name]) for name in weights})
     weights.clear()
     progress.finish()
-    assert not surplus, f"no parameter for {', '.join(surplus)}"
-    assert not any(parameter.is_meta for parameter in model.parameters()), "a parameter has no weight"
     _log_choice(model, quantize)
     if kernels == "invariant" and not model.batch_invariant:
         logger.warning("PyTorch computes some products, so bits of a token depend on the other tokens of a step")
-    return model.requires_grad_(False).eval()
-
-
-def whole_weight(weight: Weight) -> Tensor:
-    """The tensor of a weight, dequantized if it is stored in a format of groups."""
-    return weight if isinstance(weight, Tensor) else weight.tensor()
+    return model
 
 
 def keeps_any_format(model: Transformer) -> bool:
     """Whether any layer of a network multiplies by its weight in a format of groups."""
     return any(isinstance(module, GroupedLinear) for module in model.modules())
-
-
-def can_keep_formats(backend: Backend, weight: StackedGroups, dtype: torch.dtype) -> bool:
-    """Whether our kernels can multiply by all parts of a weight in their own formats."""
-    is_ours = isinstance(backend.network, CpuNetworkOps)
-    return is_ours and all(has_grouped_kernel(part.format, dtype) for part in weight.parts)
-
-
-def make_linear(
-    backend: Backend,
-    weight: Weight,
-    format: WeightFormat | PackedGroups | None,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> nn.Module:
-    """A linear layer of a served network, with its weight quantized to `format`, or with a calibrated weight instead.
-
-    Our kernels compute it if there are any for this weight; otherwise, `NetworkOps.linear` makes the layer. A weight
-    that is stored in formats of groups keeps them if `format` is None and there are kernels for them.
-    """
-    if isinstance(format, PackedGroups):
-        if isinstance(backend.network, CpuNetworkOps) and has_grouped_kernel(format.format, dtype):
-            return GroupedLinear([copy_groups(format)], bias, dtype)
-        return backend.network.linear(unpack_groups(format).to(weight.device), bias, dtype)
-    if isinstance(weight, StackedGroups):
-        if format is None and can_keep_formats(backend, weight, dtype):
-            return GroupedLinear(pack_stored(weight), bias, dtype)
-        weight = weight.tensor()
-    is_ours = isinstance(backend.network, CpuNetworkOps)
-    rows = weight if isinstance(weight, StackedRows) else StackedRows((weight.detach(),), dtype, weight.device)
-    if is_ours and format is not None and has_grouped_kernel(format, dtype):
-        return GroupedLinear([quantize_rows(rows, format)], bias, dtype)
-    if is_ours and format is None and has_kernel(weight.shape[1], dtype):
-        return packed_layer(pack_rows(rows), bias, dtype)
-    whole = whole_weight(weight).detach()
-    return backend.network.linear(whole if format is None else quantize_to(whole, format), bias, dtype)
 
 
 def _check_quantized(name: str, layer: nn.Module) -> None:

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.errors import InvalidField
-from model.network.prepare import Weight, whole_weight
 from model.network.ranks import Ranks
 from model.network.transformer import Transformer
 from model.ops.interface import NormRule
+from model.ops.stacked_groups import Weight, whole_weight
 from model.ops.stacked_rows import StackedRows
 from model.ops.torch_ops import TORCH, TorchNetworkOps
 from model.progress import Progress
@@ -206,14 +206,10 @@ def prepare_share(
     backend = replace(TORCH, network=SharedNetworkOps(ranks), allows_varlen=allows_varlen)
     with torch.device("meta"):
         model = network(config, backend=backend, linear=linear, share=shard.rank_config)
-    rest = {name: shard.take(name, weights[name]) for name in weights}
-    surplus = model.load_state_dict(rest, strict=False, assign=True).unexpected_keys
-    model.tie_head()
+    model.complete({name: shard.take(name, weights[name]) for name in weights})
     weights.clear()
     progress.finish()
-    assert not surplus, f"no parameter for {', '.join(surplus)}"
-    assert not any(parameter.is_meta for parameter in model.parameters()), "a parameter has no weight"
-    return model.requires_grad_(False).eval()
+    return model
 
 
 class NoHead(nn.Module):

@@ -4,11 +4,11 @@ Read it from top to bottom: attention, block, transformer. Dims: B batch, T new 
 rows, C width, H/Hkv heads, D head size, V vocabulary. Stages that fused kernels skip are computed separately, on
 request; the pass uses them only if a tap has changed them, so reading a stage changes no bit of the result.
 
-`linear` makes the linear layers, such as `qkv`. In the network that is served, they come from `make_linear`
-(`prepare.py`): on a CPU, a `PackedLinear` or `GroupedLinear` (`model/ops/cpu/`), which call our kernels.
+`linear` makes the linear layers, such as `qkv`. In the network that is served, they come from `NetworkOps.linear`:
+on a CPU, a `PackedLinear` or `GroupedLinear` (`model/ops/cpu/`), which call our kernels.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -282,6 +282,14 @@ class Transformer(nn.Module):
         """An empty cache for `capacity` tokens, in the dtype and on the device of the weights."""
         weight = self.embed.weight
         return KVCache(self.share, capacity, dtype=weight.dtype, device=weight.device, batch=batch)
+
+    def complete(self, rest: Mapping[str, Tensor]) -> "Transformer":
+        """Set the parameters that no layer of `linear` has, for inference. Nothing may be missing, nor left over."""
+        surplus = self.load_state_dict(rest, strict=False, assign=True).unexpected_keys
+        self.tie_head()
+        assert not surplus, f"no parameter for {', '.join(surplus)}"
+        assert not any(parameter.is_meta for parameter in self.parameters()), "a parameter has no weight"
+        return self.requires_grad_(False).eval()
 
     def tie_head(self) -> None:
         """Let a tied head share the parameter of the embedding. A packed head has its own copy of the weights."""

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from model.config import Activation, NormKind
 from model.ops.row_edits import RowEdits
+from model.ops.stacked_groups import Weight
 from model.ops.summary import Summary
 from model.ops.torch_attention import CausalMask, ScoreRule
-from model.ops.weight_formats import GroupedWeight
+from model.ops.weight_formats import Format
 
 if TYPE_CHECKING:
     from model.ops.cpu.paged_attention import PagedAttention
@@ -77,10 +78,13 @@ class NetworkOps(Protocol):
     batch_invariant: bool
     """Whether no bit of a token's result depends on the other tokens of the pass."""
 
-    def linear(self, weight: Tensor | GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
+    def linear(
+        self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, format: Format | None = None
+    ) -> nn.Module:
         """A layer that computes x @ weight.T + bias in `dtype`: weight (N, K), bias (N,).
 
-        It is for weights in memory, such as those of adapters. `make_linear` (`prepare.py`) makes the network's layers.
+        The weight is quantized to `format`, or replaced by a calibrated one. A weight that is stored in formats of
+        groups keeps them if `format` is None and there are kernels for them.
         """
 
     def embed(self, table: Tensor, index: Tensor) -> Tensor:

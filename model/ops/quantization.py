@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.choices import Quantization
-from model.ops.weight_formats import FORMATS, GROUP, GroupedWeight, PackedGroups, WeightFormat
+from model.ops.weight_formats import FORMATS, GROUP, Format, GroupedWeight, WeightFormat
 
-LayerFormats = Mapping[str, WeightFormat | PackedGroups]
+LayerFormats = Mapping[str, Format]
 """For each linear layer by name, the format to round to, or its calibrated weight. Other layers keep their weights."""
 INT8, INT5, INT4 = FORMATS["q8_0"], FORMATS["q5_1"], FORMATS["q4_1"]
 ROUNDED = {"int8": INT8, "int5": INT5, "int4": INT4}
@@ -147,7 +147,7 @@ def keeps_precision(name: str) -> bool:
     return name.endswith(".router")
 
 
-def format_of(name: str, quantization: Quantization | LayerFormats) -> WeightFormat | PackedGroups | None:
+def format_of(name: str, quantization: Quantization | LayerFormats) -> Format | None:
     """The format to which the layer `name` rounds its weight, or the calibrated weight; None if it keeps its own."""
     if keeps_precision(name):
         return None

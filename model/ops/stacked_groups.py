@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from model.ops.stacked_rows import StackedRows
 from model.ops.weight_formats import GroupedWeight, WeightFormat
 
 NUMBERS_AT_A_TIME = 1 << 20  # of a matrix that are read: more do not stay in the caches
@@ -56,6 +57,14 @@ class StackedGroups:
             else:
                 runs.append([part])
         return runs
+
+
+Weight = Tensor | StackedRows | StackedGroups
+
+
+def whole_weight(weight: Weight) -> Tensor:
+    """The tensor of a weight, dequantized if it is stored in a format of groups."""
+    return weight if isinstance(weight, Tensor) else weight.tensor()
 
 
 def row_bounds(shape: Sequence[int], multiple: int = 1) -> list[tuple[int, int]]:

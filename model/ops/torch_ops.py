@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import Activation, NormKind
+from model.ops.cpu.grouped_packing import unpack_groups
 from model.ops.interface import Argmax, Backend, Draw, NormRule, Rotation, Top
-from model.ops.quantization import QuantizedLinear
+from model.ops.quantization import QuantizedLinear, quantize_to
 from model.ops.row_edits import edit_rows
+from model.ops.stacked_groups import Weight, whole_weight
 from model.ops.summary import Summary, summarize
 from model.ops.torch_attention import (
     apply_pattern,
@@ -20,7 +22,7 @@ from model.ops.torch_attention import (
     softmax,
 )
 from model.ops.torch_sampling import apply_masks, draw_tokens
-from model.ops.weight_formats import GroupedWeight
+from model.ops.weight_formats import Format, PackedGroups
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -44,9 +46,16 @@ class TorchNetworkOps:
 
     batch_invariant = False  # PyTorch's products are summed in an order that depends on the number of rows
 
-    def linear(self, weight: Tensor | GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
-        if isinstance(weight, GroupedWeight):
-            return QuantizedLinear(weight, bias)
+    def linear(
+        self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, format: Format | None = None
+    ) -> nn.Module:
+        if isinstance(format, PackedGroups):
+            return QuantizedLinear(unpack_groups(format).to(weight.device), bias)
+        whole = whole_weight(weight).detach()
+        return self.plain_linear(whole, bias) if format is None else QuantizedLinear(quantize_to(whole, format), bias)
+
+    def plain_linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
+        """`linear` for a weight that keeps its dtype."""
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
         layer.weight = nn.Parameter(weight, requires_grad=False)
         if bias is not None:

@@ -135,3 +135,7 @@ class PackedGroups:
     @property
     def num_bytes(self) -> int:
         return self.integers.nbytes + self.scales.nbytes
+
+
+Format = WeightFormat | PackedGroups
+"""What a layer rounds its weight to: a format, or a calibrated weight in one."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from model.ops.cpu.cpu_ops import find_backend
 from model.ops.cpu.packed_linear import pack_linear
-from model.ops.quantization import INT4, INT8, quantize_to
+from model.ops.quantization import INT4, INT8
 from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.weight_formats import WeightFormat
 
@@ -62,8 +62,7 @@ class Contest:
 
 
 def our_layers(weight: Tensor, format: WeightFormat | None, num_copies: int) -> list[Multiply]:
-    stored = weight if format is None else quantize_to(weight, format)
-    layers = [pack_linear(stored, None, weight.dtype) for _ in range(num_copies)]
+    layers = [pack_linear(weight, None, weight.dtype, format) for _ in range(num_copies)]
     kernels = [layer for layer in layers if layer is not None]
     if len(kernels) < num_copies:
         raise SystemExit("there are no kernels for this machine")

@@ -12,7 +12,7 @@ from torch import Tensor
 from model.analysis.attribution.gradients import gradients_of, run_target
 from model.analysis.attribution.target import Target
 from model.network.adapters import Adapter
-from model.network.transformer import Transformer
+from model.network.transformer import Transformer, embedding_factor
 from model.tracing.edits import BoundEdits
 from model.tracing.tap import Chain, Tap
 
@@ -105,12 +105,10 @@ def embeddings_of(model: Transformer, ids: Sequence[int]) -> Tensor:
     """The stage `embed` (T, C) of these ids."""
     table = model.embed.weight
     rows = table[torch.tensor(list(ids), device=table.device)]
-    if model.config.embedding_scale == 1.0:
-        return rows
-    return rows * torch.tensor(model.config.embedding_scale, dtype=table.dtype, device=table.device)
+    return rows * embedding_factor(model.config, table.dtype)
 
 
 def mean_embedding(model: Transformer) -> Tensor:
     """The mean (C,) of the embeddings of all tokens, a neutral baseline."""
-    mean = model.embed.weight.mean(0)
-    return mean * model.config.embedding_scale
+    table = model.embed.weight
+    return table.mean(0) * embedding_factor(model.config, table.dtype)

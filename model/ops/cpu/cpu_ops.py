@@ -22,9 +22,10 @@ from model.ops.cpu.packed_linear import pack_linear
 from model.ops.cpu.paged_attention import PagedAttention, PagedRead
 from model.ops.cpu.shared_layout import Kernel, find_kernels
 from model.ops.interface import Backend, NetworkOps, NormRule, Rotation
+from model.ops.stacked_groups import Weight
 from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import TORCH
-from model.ops.weight_formats import GroupedWeight
+from model.ops.weight_formats import Format
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # those that have a kernel
 
@@ -64,8 +65,10 @@ class CpuNetworkOps(CpuEdits):
         self.batch_invariant = paged_attention is not None  # without it, PyTorch computes attention
         self._torch: NetworkOps = TORCH.network
 
-    def linear(self, weight: Tensor | GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
-        return pack_linear(weight, bias, dtype) or self._torch.linear(weight, bias, dtype)
+    def linear(
+        self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, format: Format | None = None
+    ) -> nn.Module:
+        return pack_linear(weight, bias, dtype, format) or self._torch.linear(weight, bias, dtype, format)
 
     def embed(self, table: Tensor, index: Tensor) -> Tensor:
         # PyTorch may not compute anything during a recording. Callers record only ids that are known to be valid.

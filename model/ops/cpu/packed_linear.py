@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from model.ops.cpu.grouped_linear import GroupedLinear, has_grouped_kernel
-from model.ops.cpu.grouped_packing import pack_weight
+from model.ops.cpu.grouped_packing import copy_groups, pack_stored, quantize_rows
 from model.ops.cpu.launch import call, empty
 from model.ops.cpu.layout import OUTPUTS_PER_TASK, linear_input
-from model.ops.cpu.packing import DEPTH, PackedWeight, pack, unpack, unpack_part
+from model.ops.cpu.packing import DEPTH, PackedWeight, pack_rows, unpack, unpack_part
 from model.ops.cpu.shared_layout import Kernel, find_kernel
-from model.ops.weight_formats import GroupedWeight
+from model.ops.stacked_groups import StackedGroups, Weight
+from model.ops.stacked_rows import StackedRows
+from model.ops.weight_formats import Format, PackedGroups
 
 NUMBERS_PER_WIDEN_TASK = 16384  # with fewer numbers, starting another thread costs more than widening them
 
@@ -56,28 +58,30 @@ class PackedLinear(nn.Module):
         return out
 
 
-def pack_linear(weight: Tensor | GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
-    """A layer for `NetworkOps.linear` that multiplies with our kernels; None if there is no kernel for this weight."""
-    if isinstance(weight, GroupedWeight):
-        if weight.integers.device.type != "cpu" or not has_grouped_kernel(weight.format, dtype):
-            return None
-        return GroupedLinear([pack_weight(weight)], bias, dtype)
-    if weight.device.type != "cpu" or not has_kernel(weight.shape[1], dtype):
+def pack_linear(
+    weight: Weight, bias: Tensor | None, dtype: torch.dtype, format: Format | None = None
+) -> nn.Module | None:
+    """The layer of `NetworkOps.linear`, computed by our kernels; None if there is no kernel for this weight.
+
+    They pack and quantize the rows of `StackedRows` where they lie.
+    """
+    if isinstance(format, PackedGroups):
+        has_kernel = has_grouped_kernel(format.format, dtype)
+        return GroupedLinear([copy_groups(format)], bias, dtype) if has_kernel else None
+    if isinstance(weight, StackedGroups):
+        if format is None and can_keep_formats(weight, dtype):
+            return GroupedLinear(pack_stored(weight), bias, dtype)
+        weight = weight.tensor()
+    rows = weight if isinstance(weight, StackedRows) else StackedRows((weight.detach(),), dtype, weight.device)
+    if format is not None:
+        has_kernel = has_grouped_kernel(format, dtype)
+        return GroupedLinear([quantize_rows(rows, format)], bias, dtype) if has_kernel else None
+    kernel = find_kernel("linear", "linear", dtype)
+    if kernel is None or rows.shape[1] % DEPTH[dtype]:
         return None
-    return packed_layer(PackedWeight((weight.shape[0], weight.shape[1]), pack(weight)), bias, dtype)
+    return PackedLinear(pack_rows(rows), bias, kernel)
 
 
-def has_kernel(num_inputs: int, dtype: torch.dtype) -> bool:
-    """Whether our kernels can multiply by a packed weight with `num_inputs` inputs."""
-    return dtype in DEPTH and num_inputs % DEPTH[dtype] == 0 and _find_linear(dtype) is not None
-
-
-def packed_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> PackedLinear:
-    """The layer of a packed weight, for which `has_kernel` holds."""
-    kernel = _find_linear(dtype)
-    assert kernel is not None
-    return PackedLinear(weight, bias, kernel)
-
-
-def _find_linear(dtype: torch.dtype) -> Kernel | None:
-    return find_kernel("linear", "linear", dtype)
+def can_keep_formats(weight: StackedGroups, dtype: torch.dtype) -> bool:
+    """Whether our kernels can multiply by all parts of a weight in their own formats."""
+    return all(has_grouped_kernel(part.format, dtype) for part in weight.parts)

@@ -13,7 +13,6 @@ from model.ops.cpu.layout import merge_outer_dims
 from model.ops.interface import Argmax, NormRule, Rotation
 from model.ops.torch_ops import TorchNetworkOps, TorchSamplingOps
 from model.ops.torch_sampling import apply_masks
-from model.ops.weight_formats import GroupedWeight
 
 MAX_ROW = 1 << 14  # numbers that a program holds at a time
 ACTIVATION_BLOCK = 1024
@@ -88,9 +87,7 @@ class GpuNetworkOps(TorchNetworkOps):
     def __init__(self, kernels: Any) -> None:
         self.kernels = kernels
 
-    def linear(self, weight: Tensor | GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
-        if isinstance(weight, GroupedWeight):
-            return super().linear(weight, bias, dtype)
+    def plain_linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
         return GpuLinear(weight, bias, self.kernels)
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, rule: NormRule) -> Tensor:

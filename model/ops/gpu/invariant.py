@@ -12,7 +12,6 @@ from model.ops.gpu.gpu_ops import GpuLinear, GpuNetworkOps
 from model.ops.gpu.paged_attention import PagedKeys, attend
 from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import TORCH
-from model.ops.weight_formats import GroupedWeight
 
 ROWS = 64  # of a program, also for a single row: with fewer, the matrix units add in another order
 MANY_OUTPUTS = 8192
@@ -58,9 +57,7 @@ class InvariantOps(GpuNetworkOps):
 
     batch_invariant = True
 
-    def linear(self, weight: Tensor | GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
-        if isinstance(weight, GroupedWeight):
-            return super().linear(weight, bias, dtype)
+    def plain_linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
         return InvariantLinear(weight, bias, self.kernels)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, rule: ScoreRule) -> Tensor:

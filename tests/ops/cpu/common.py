@@ -17,6 +17,8 @@ from model.network.prepare import prepare_model
 from model.network.transformer import Transformer
 from model.ops.cpu import instruction_levels, launch, libraries
 from model.ops.cpu.cpu_ops import find_backend
+from model.ops.cpu.grouped_linear import GroupedLinear, has_grouped_kernel
+from model.ops.cpu.grouped_packing import pack_weight
 from model.ops.cpu.instruction_levels import AVX512, AVX512_VNNI, LEVELS
 from model.ops.cpu.packed_linear import pack_linear
 from model.ops.interface import Backend
@@ -109,7 +111,11 @@ def by_kernels(model: Transformer, quantize: Quantization = "none") -> Transform
 
 def packed_layer(weight: Tensor | GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> Any:
     """The linear layer with this weight, computed by our kernels. Skips the test if there are none for this machine."""
-    layer = pack_linear(weight, bias, dtype)
+    if isinstance(weight, Tensor):
+        layer = pack_linear(weight, bias, dtype)
+    else:
+        has_kernel = has_grouped_kernel(weight.format, dtype)
+        layer = GroupedLinear([pack_weight(weight)], bias, dtype) if has_kernel else None
     if layer is None:
         pytest.skip(NO_KERNELS)
     return layer
