@@ -45,7 +45,7 @@ class RecordableEdits:
     def num_bytes(self) -> int:
         """Bound the memory that a recorded step keeps for these edits."""
         stage_edits = [each for edit in self.edits for each in edit.stage_edits]
-        return RECORDED_BYTES * len(stage_edits) + _num_bytes(each.vectors for each in stage_edits)
+        return RECORDED_BYTES * len(stage_edits) + _num_bytes(each.edit.vectors for each in stage_edits)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class BoundEdits:
     def num_bytes(self) -> int:
         """The memory of the numbers."""
         stage_edits = [each for edit in self.edits for each in edit.stage_edits]
-        numbers = [x for each in stage_edits for x in (each.vectors, each.exact)]
+        numbers = [x for each in stage_edits for x in (each.edit.vectors, each.edit.exact)]
         return _num_bytes([*numbers, *(threshold.vector for threshold, _ in self._thresholds)])
 
     def prepare(self) -> None:

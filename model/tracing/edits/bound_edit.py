@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.ops.row_edits import EditRule, EditSeries, RowEdit, RowEdits
+from model.ops.row_edits import EditSeries, RowEdit, RowEdits
 from model.tracing.edits.conditions import Condition, ConditionState
 from model.tracing.edits.edit_tap import KeyEdit, LateEdit, PassEdit
 from model.tracing.edits.noise import normal_noise
@@ -52,28 +52,24 @@ class MatchedRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StageEdit:
-    """One edit at one stage. `RowEdit` and `KeyEdit` describe the fields that they have, too.
+    """One edit at one stage: `edit`, without its positions and noise. `KeyEdit` describes `keys` and `window`.
 
-    `heads` are heads of the stage itself: key-value heads, if the stage has these. `width` is how many numbers the
+    Its heads are heads of the stage itself: key-value heads, if the stage has these. `width` is how many numbers the
     stage has at one position, or for one key.
     """
 
     stage: Stage
     width: int
-    rule: EditRule
-    vectors: Tensor | None = None
-    exact: Tensor | None = None
-    heads: Sequence[int] | None = None
-    is_per_number: bool = False
+    edit: RowEdit
     keys: PositionSet | None = None
     window: int | None = None
     noise: Noise | None = None
-    needs_values: bool = False  # of source passes, which give it its `vectors`
+    needs_values: bool = False  # of source passes, which give `edit` its `vectors`
 
     @property
     def is_positional(self) -> bool:
         """Whether different positions get different numbers."""
-        return self.noise is not None or (self.vectors is not None and self.vectors.shape[0] > 1)
+        return self.noise is not None or (self.edit.vectors is not None and len(self.edit.vectors) > 1)
 
     @property
     def is_uniform(self) -> bool:
@@ -86,21 +82,15 @@ class StageEdit:
         is_skipped = self.stage.name.endswith((".scale", ".normalized")) or ".lora_" in self.stage.name
         return self.is_uniform and not is_skipped
 
-    @cached_property
-    def row_edit(self) -> RowEdit:
-        """The edit without its positions and noise."""
-        return RowEdit(
-            rule=self.rule,
-            vectors=self.vectors,
-            exact=self.exact,
-            heads=None if self.heads is None else torch.tensor(self.heads),
-            is_per_number=self.is_per_number,
-        )
+    @property
+    def heads(self) -> tuple[int, ...] | None:
+        """The heads that are changed; None: all."""
+        return None if self.edit.heads is None else tuple(self.edit.heads.tolist())
 
     def on(self, matched: MatchedRows) -> PassEdit:
         """Build the edit of some rows of a pass."""
         rows, indices, positions = matched
-        edit, vector_indices = self.row_edit, torch.tensor(indices) if self.is_positional else None
+        edit, vector_indices = self.edit, torch.tensor(indices) if self.is_positional else None
         keys = None if self.keys is None else torch.tensor(self.keys.indices)
         if self.noise is not None:
             noise = self.noise.at(self.stage.name, positions, self.heads)
@@ -117,8 +107,9 @@ class StageEdit:
     def content(self) -> Iterable[bytes]:
         """Yield everything that determines the edit, except for the positions, for a digest."""
         keys = None if self.keys is None else self.keys.indices
-        yield repr((self.stage.name, tuple(self.rule), self.heads, self.is_per_number, keys, self.noise)).encode()
-        vectors = self.vectors if self.exact is None else self.exact
+        edit = self.edit
+        yield repr((self.stage.name, tuple(edit.rule), self.heads, edit.is_per_number, keys, self.noise)).encode()
+        vectors = edit.vectors if edit.exact is None else edit.exact
         if vectors is not None:
             yield repr(vectors.shape).encode()
             yield vectors.contiguous().numpy().tobytes()
@@ -208,7 +199,7 @@ class EditGroup:
         found: dict[str, list[StageEdit]] = {}
         for each in chain.from_iterable(edit.stage_edits for edit in self.edits):
             found.setdefault(each.stage.name, []).append(each)
-        return [StageSeries(own[0].stage, EditSeries([each.row_edit for each in own])) for own in found.values()]
+        return [StageSeries(own[0].stage, EditSeries([each.edit for each in own])) for own in found.values()]
 
     def pass_edits(
         self, positions: Sequence[int], selected: Sequence[int], state: ConditionState | None

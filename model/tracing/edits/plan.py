@@ -1,16 +1,14 @@
 """A checked list of edits: their matches, the source passes that must run first, and how edits get their numbers."""
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from model.tracing.edits.bound import BoundEdits
 from model.tracing.edits.bound_edit import BoundEdit, StageEdit
-from model.tracing.edits.conditions import Condition
 from model.tracing.edits.operands import Numbers
 from model.tracing.edits.positions import PositionRange, PositionSet, PositionWord
 from model.tracing.stages import Stage, Widths, sizes_of
@@ -59,24 +57,23 @@ class FromSource:
 
 @dataclass(frozen=True, eq=False)
 class PlannedEdit:
-    """One checked edit. With a `source`, its `stage_edits` still lack their numbers."""
+    """One checked edit. With a `source`, its stage edits still lack their numbers."""
 
-    positions: PositionSet
-    stage_edits: Sequence[StageEdit]
+    edit: BoundEdit
     match: EditMatch
     source: FromSource | None
-    when: Condition | None
 
     def bind(self, sources: Sequence[SourcePass], values: Sequence[Mapping[str, Tensor]]) -> BoundEdit:
         source = self.source
         if source is None:
-            return BoundEdit(self.positions, self.stage_edits, self.when)
+            return self.edit
         found = []
         for index, positions in source.passes:
             kept = {position: row for row, position in enumerate(sources[index].positions)}
             found.append((values[index], torch.tensor([kept[position] for position in positions.indices])))
-        filled = [_with_values(each, found, source) if each.needs_values else each for each in self.stage_edits]
-        return BoundEdit(self.positions, filled, self.when)
+        stage_edits = self.edit.stage_edits
+        filled = [_with_values(each, found, source) if each.needs_values else each for each in stage_edits]
+        return replace(self.edit, stage_edits=filled)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +90,7 @@ class EditPlan:
     @property
     def digest_bytes(self) -> int:
         """An estimate of the work for the digests of the edits, as bytes that are hashed."""
-        vectors = [each.vectors for edit in self._edits for each in edit.stage_edits]
+        vectors = [each.edit.vectors for planned in self._edits for each in planned.edit.stage_edits]
         return sum(STAGE_DIGEST_BYTES + (0 if each is None else each.nbytes) for each in vectors)
 
     def num_scores(self, num_heads: int, max_step_tokens: int | None = None) -> int:
@@ -101,7 +98,7 @@ class EditPlan:
 
         A pass computes at most `max_step_tokens` positions at a time, or all of the prompt.
         """
-        if not any("key" in each.stage.dims for edit in self._edits for each in edit.stage_edits):
+        if not any("key" in each.stage.dims for planned in self._edits for each in planned.edit.stage_edits):
             return 0
         num_queries = self._num_prompt if max_step_tokens is None else min(self._num_prompt, max_step_tokens)
         return num_heads * num_queries * self._max_length
@@ -110,7 +107,7 @@ class EditPlan:
         """Bind the edits to their numbers. `values[i]` has the stages of `sources[i]` by name, at its positions."""
         if len(values) != len(self.sources):
             raise ValueError(f"{len(self.sources)} source passes, but values of {len(values)}")
-        edits = [edit.bind(self.sources, values) for edit in self._edits]
+        edits = [planned.bind(self.sources, values) for planned in self._edits]
         return BoundEdits(edits, self._num_prompt, self._max_length)
 
 
@@ -118,18 +115,19 @@ def _with_values(
     edit: StageEdit, found: Sequence[tuple[Mapping[str, Tensor], Tensor]], source: FromSource
 ) -> StageEdit:
     """Give an edit the numbers of source passes: some rows of each value (1, P, D), (1, P, H, D) or (1, H, P, S)."""
-    values = []
+    row_edit, values = edit.edit, []
     for stages, rows in found:
         value = stages[edit.stage.name][0].cpu()
         values.append((value.transpose(0, 1) if "key" in edit.stage.dims else value)[rows])
     value = torch.cat(values)
     if value.dim() == 2:  # (P, H or 1, D), or numbers (P, D, 1)
-        value = value.unsqueeze(2 if edit.is_per_number else 1)
+        value = value.unsqueeze(2 if row_edit.is_per_number else 1)
     if source.basis is not None:
         value = value.double() @ source.basis.mT @ source.basis
-    if edit.heads is not None:
-        value = value[:, list(edit.heads)]
+    if row_edit.heads is not None:
+        value = value[:, row_edit.heads]
     if edit.keys is not None:
         value = value[..., list(edit.keys.indices)]
     numbers = Numbers.of(value.double().mean(0, keepdim=True) if source.is_mean else value)
-    return dataclasses.replace(edit, vectors=numbers.single, exact=numbers.exact, needs_values=False)
+    filled = replace(row_edit, vectors=numbers.single, exact=numbers.exact)
+    return replace(edit, edit=filled, needs_values=False)

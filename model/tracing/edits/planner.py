@@ -4,12 +4,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from model.config import ModelConfig
 from model.errors import InvalidField, shortened
-from model.ops.row_edits import EditRule
-from model.tracing.edits.bound_edit import Noise, StageEdit
+from model.ops.row_edits import EditRule, RowEdit
+from model.tracing.edits.bound_edit import BoundEdit, Noise, StageEdit
 from model.tracing.edits.conditions import Condition, StageThreshold
 from model.tracing.edits.declared import Edit, EditCondition, check_fields
 from model.tracing.edits.operands import Numbers, Part, check_number, limits, read_basis, read_row, read_vector
@@ -40,13 +41,13 @@ def plan_edits(
     for index, edit in enumerate(edits):
         planned.append(planner.plan(edit, f"edits.{index}"))
         pause()
-    num_changed = sum(len(edit.stage_edits) for edit in planned)
+    num_changed = sum(len(each.edit.stage_edits) for each in planned)
     if num_changed > MAX_CHANGED_STAGES:
         raise InvalidField("edits", f"change {num_changed} stages in all; at most {MAX_CHANGED_STAGES} are allowed")
     sources = planner.sources()
     return EditPlan(
         sources=sources,
-        matches=[edit.match for edit in planned],
+        matches=[each.match for each in planned],
         num_source_values=sum(source.num_values(config) for source in sources),
         _edits=planned,
         _num_prompt=len(prompt_ids),
@@ -96,7 +97,7 @@ class _Planner:
         is_word = positions.is_open and isinstance(edit.positions, str)
         match = EditMatch([stage.name for stage in stages], word if is_word else positions.ranges())
         when = None if edit.when is None else self._condition(edit.when, stages, f"{field}.when")
-        return PlannedEdit(positions, edits, match, source, when)
+        return PlannedEdit(BoundEdit(positions, edits, when), match, source)
 
     def sources(self) -> list[SourcePass]:
         return [SourcePass(ids, list(stages.values()), sorted(kept)) for ids, (stages, kept) in self._sources.items()]
@@ -163,11 +164,13 @@ class _Planner:
             whole = StageEdit(
                 stage=stage,
                 width=math.prod(stage.shape(self._sizes_of_one)),
-                rule=rule,
-                vectors=None if numbers is None else numbers.single,
-                exact=None if numbers is None else numbers.exact,
-                heads=part.heads,
-                is_per_number=part.is_per_number,
+                edit=RowEdit(
+                    rule=rule,
+                    vectors=None if numbers is None else numbers.single,
+                    exact=None if numbers is None else numbers.exact,
+                    heads=None if part.heads is None else torch.tensor(part.heads),
+                    is_per_number=part.is_per_number,
+                ),
                 keys=keys,
                 window=self._window(stage),
                 noise=self._noise(edit, stage, field) if edit.op == "noise" else None,
@@ -187,7 +190,8 @@ class _Planner:
         rule, found = EditRule("project", check_number(coeff, f"{field}.coeff")), []
         for vector in basis:
             numbers = Numbers.of(vector[None, None])
-            found.append(replace(whole, rule=rule, vectors=numbers.single, exact=numbers.exact, needs_values=False))
+            edit = replace(whole.edit, rule=rule, vectors=numbers.single, exact=numbers.exact)
+            found.append(replace(whole, edit=edit, needs_values=False))
         return found
 
     def _check_visible(self, stages: Sequence[Stage], positions: PositionSet, keys: PositionSet, field: str) -> None:
