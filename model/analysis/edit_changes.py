@@ -64,8 +64,5 @@ def residuals(
     stages, rows = last_residuals(config), [len(ids) - 1]
     selection = Selection(stages=stages, detail="values")
     recorder = Recorder(stages, StageCollector(selection, sizes_of(config, len(ids))))
-    if edits is None:
-        network(torch.tensor([list(ids)], device=device), tap=recorder, rows=rows)
-    else:
-        edited_pass(network, ids, edits, tap=recorder, rows=rows, device=device)
+    edited_pass(network, ids, edits, tap=recorder, rows=rows, device=device)
     return [recorder.kept[stage.name] for stage in stages]

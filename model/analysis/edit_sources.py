@@ -1,23 +1,17 @@
-"""The passes that edits take their numbers from, and one edited pass."""
+"""One pass over a prompt, edited or not, and the passes that edits take their numbers from."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from model.ops.interface import Backend
+from model.network.adapted_network import AdaptedNetwork
+from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits, EditPlan, SourcePass
 from model.tracing.stages import Stage
 from model.tracing.tap import Chain, Recorder, Tap
 
-
-class Network(Protocol):
-    """A `Transformer`, or an `AdaptedNetwork`."""
-
-    backend: Backend
-
-    def __call__(self, ids: Tensor, *, tap: Tap | None = None, rows: Sequence[int] | None = None) -> Tensor: ...
+Network = Transformer | AdaptedNetwork
 
 
 def compute_sources(network: Network, plan: EditPlan, device: torch.device | str = "cpu") -> list[Mapping[str, Tensor]]:
@@ -41,21 +35,22 @@ def compute_source(network: Network, source: SourcePass, device: torch.device | 
 
     recorder = Recorder(source.stages, keep)
     rows = source.positions if source.has_selected_rows else source.positions[:1]
-    network(torch.tensor([list(source.ids)], device=device), tap=recorder, rows=rows)
+    edited_pass(network, source.ids, tap=recorder, rows=rows, device=device)
     return recorder.kept
 
 
-@torch.inference_mode()
 def edited_pass(
     network: Network,
     ids: Sequence[int],
-    edits: BoundEdits,
+    edits: BoundEdits | None = None,
     *,
     tap: Tap | None = None,
     rows: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """The logits (T, V) of one edited pass over `ids`, or of some `rows` of it. `tap` sees the edited stages."""
-    edit = edits.whole_pass(ids, rows, network.backend.network)
-    taps = edit if tap is None else Chain(edit, tap)
-    return network(torch.tensor([list(ids)], device=device), tap=taps, rows=rows)[0]
+    """The logits (T, V) of one pass over `ids`, or of some `rows` of it. `tap` sees the stages as edits leave them."""
+    if edits is not None:
+        edit = edits.whole_pass(ids, rows, network.backend.network)
+        tap = edit if tap is None else Chain(edit, tap)
+    logits: Tensor = network(torch.tensor([list(ids)], device=device), tap=tap, rows=rows)[0]
+    return logits

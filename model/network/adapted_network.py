@@ -10,7 +10,8 @@ from model.tracing.tap import Tap
 
 
 class AdaptedNetwork:
-    """`model` with `adapter` for all tokens, for single passes. None: no adapter, but the stages of adapters."""
+    """`model` with `adapter` for all tokens, for single passes. None: no adapter, but the stages of adapters,
+    which an edit may name."""
 
     def __init__(self, model: Transformer, adapter: Adapter | None) -> None:
         self.backend = model.backend

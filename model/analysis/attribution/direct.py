@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from model.analysis.attribution.target import LogitTarget
-from model.network.adapters import Adapter, PassAdapters
+from model.analysis.edit_sources import edited_pass
+from model.network.adapted_network import AdaptedNetwork
+from model.network.adapters import Adapter
 from model.network.feed_forward import FeedForward
 from model.network.float_copy import linear_bias, linear_weight
 from model.network.norms import Norm
 from model.network.transformer import Block, Transformer
 from model.tracing.edits import BoundEdits
 from model.tracing.stages import Stage, stages_of
-from model.tracing.tap import Chain, Recorder
+from model.tracing.tap import Recorder
 
 
 @dataclass(frozen=True)
@@ -113,11 +115,9 @@ def _record(
     wanted = ("embed", "pos_embed", "attn.z", "attn_out", "mlp_out", ".scale", "ln_final.out", "ln2.out")
     stages = [stage for stage in stages_of(model.config) if stage.name.endswith(wanted)]
     recorder = Recorder([stage for stage in stages if "_norm." not in stage.name], keep)
-    batch = torch.tensor([list(ids)], device=model.embed.weight.device)
-    adapters = None if adapter is None else PassAdapters.of(adapter)
-    taps = [] if edits is None else [edits.whole_pass(ids, [position], model.backend.network)]
-    logits = model(batch, tap=Chain(*taps, recorder), rows=[position], adapters=adapters)
-    return recorder.kept, logits
+    network, device = AdaptedNetwork(model, adapter), model.embed.weight.device
+    logits = edited_pass(network, ids, edits, tap=recorder, rows=[position], device=device)
+    return recorder.kept, logits[None]
 
 
 def _block_shares(

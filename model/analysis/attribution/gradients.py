@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from model.analysis.attribution.target import StageTarget, Target
+from model.analysis.edit_sources import edited_pass
 from model.config import ModelConfig
-from model.network.adapters import Adapter, PassAdapters
+from model.network.adapted_network import AdaptedNetwork
+from model.network.adapters import Adapter
 from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits
 from model.tracing.stages import Stage, stages_of
@@ -89,13 +91,11 @@ def run_target(
     edits: BoundEdits | None = None,
 ) -> Tensor:
     """Run one pass over `ids`, and return the target's value. The tap sees the edited stages."""
-    batch = torch.tensor([list(ids)], device=model.embed.weight.device)
-    adapters = None if adapter is None else PassAdapters.of(adapter)
-    taps = [] if edits is None else [edits.whole_pass(ids, target.rows, model.backend.network)]
+    network, device = AdaptedNetwork(model, adapter), model.embed.weight.device
     recorder = Recorder([target.stage] if isinstance(target, StageTarget) else [])
-    chain = Chain(*taps, *([] if tap is None else [tap]), recorder)
-    logits = model(batch, tap=chain, rows=target.rows, adapters=adapters)
-    return target(recorder.kept[target.stage.name] if isinstance(target, StageTarget) else logits)
+    chain = recorder if tap is None else Chain(tap, recorder)
+    logits = edited_pass(network, ids, edits, tap=chain, rows=target.rows, device=device)
+    return target(recorder.kept[target.stage.name] if isinstance(target, StageTarget) else logits[None])
 
 
 def gradients_of(value: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

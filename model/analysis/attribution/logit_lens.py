@@ -10,14 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.analysis.edit_sources import edited_pass
 from model.config import ModelConfig
-from model.network.adapters import Adapter, PassAdapters
+from model.network.adapted_network import AdaptedNetwork
+from model.network.adapters import Adapter
 from model.network.transformer import Transformer
 from model.network.translators import Translators
 from model.tracing.edits import BoundEdits
 from model.tracing.predictions import Predictions, predict
 from model.tracing.stages import Stage, last_residuals, stages_of
-from model.tracing.tap import Chain, Recorder, Tap
+from model.tracing.tap import Recorder
 
 LOGITS_PER_PART = 1 << 21
 PREDICTIONS_PER_PART = 1 << 13
@@ -84,7 +86,7 @@ class LensRun:
         self._top_k = top_k
         self._token = token
         self._translators = translators
-        self._adapter = adapter
+        self._network = AdaptedNetwork(model, adapter)
         self._edits = edits
         self._stages = lens_stages(model.config)
         self._residuals: dict[str, Tensor] = {}
@@ -105,14 +107,7 @@ class LensRun:
         device = self._model.embed.weight.device
         rows = torch.tensor(list(self._positions), device=device)
         recorder = Recorder(self._stages, lambda stage, tensor: tensor[0, rows])
-        batch = torch.tensor([list(self._ids)], device=device)
-        # With edits, the stages of adapters are there even if no adapter is: an edit may name them.
-        is_adapted = self._adapter is not None or self._edits is not None
-        adapters = PassAdapters.of(self._adapter) if is_adapted else None
-        tap: Tap = recorder
-        if self._edits is not None:
-            tap = Chain(self._edits.whole_pass(self._ids, None, self._model.backend.network), recorder)
-        self._model(batch, tap=tap, rows=[0], adapters=adapters)
+        edited_pass(self._network, self._ids, self._edits, tap=recorder, rows=[0], device=device)
         self._residuals = recorder.kept
 
     @torch.inference_mode()

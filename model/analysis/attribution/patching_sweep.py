@@ -12,15 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.analysis.edit_sources import edited_pass
 from model.config import ModelConfig
-from model.network.adapters import Adapter, PassAdapters
+from model.network.adapted_network import AdaptedNetwork
+from model.network.adapters import Adapter
 from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits, Edit, EditSource, plan_edits
 from model.tracing.edits.bound_edit import BoundEdit
 from model.tracing.edits.planner import MAX_EDITS
 from model.tracing.selection import Selection
 from model.tracing.stages import Stage, select, sizes_of, stages_of
-from model.tracing.tap import Chain, Recorder
+from model.tracing.tap import Recorder
 
 
 @dataclass(frozen=True)
@@ -164,11 +166,8 @@ def stage_values(
 ) -> dict[str, Tensor]:
     """The stages of a pass, on the CPU."""
     recorder = Recorder(stages, lambda stage, tensor: tensor.cpu().clone())
-    batch = torch.tensor([list(ids)], device=model.embed.weight.device)
-    adapters = None if adapter is None else PassAdapters.of(adapter)
-    rows = [len(ids) - 1]
-    tap = recorder if edits is None else Chain(edits.whole_pass(ids, rows, model.backend.network), recorder)
-    model(batch, tap=tap, rows=rows, adapters=adapters)
+    network, device = AdaptedNetwork(model, adapter), model.embed.weight.device
+    edited_pass(network, ids, edits, tap=recorder, rows=[len(ids) - 1], device=device)
     return dict(recorder.kept)
 
 
