@@ -1,44 +1,23 @@
 """The forward pass of one step: the new tokens of all its sequences, concatenated, through the network once."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-from torch import Tensor
 
 from model.engine.attention.gpu_decode import GpuBackend
 from model.engine.attention.paged import PagedBackend
 from model.engine.attention.step_context import StepContext, choose_attention
 from model.engine.cache import PagedCache
 from model.engine.step_batch import StepSequence
-from model.engine.step_graph import GraphResult, TracedRow
+from model.engine.step_graph import ForwardResult, TracedRow
 from model.engine.step_graphs import StepGraphs
 from model.network.adapters import AdaptedRows, Adapter, PassAdapters
 from model.network.transformer import Transformer
-from model.ops.interface import Argmax
 from model.tracing.edits.bound import EditedRows, RecordableEdits
 from model.tracing.hooks import Hooks
 from model.tracing.stages import stages_of
 from model.tracing.tap import BatchTap, Chain, SequenceTap, Tap
-
-
-@dataclass(frozen=True)
-class ForwardResult:
-    """The logits (R, V) of one pass, whose rows belong to the sequences as their `rows` say.
-
-    `argmax` is that of each row, if the pass computed it. A pass that `was_recorded` took longer than a replayed one.
-    """
-
-    logits: Tensor
-    argmax: Argmax | None
-    was_recorded: bool
-    was_replayed: bool
-
-    @classmethod
-    def of(cls, result: GraphResult) -> "ForwardResult":
-        replayed = result.was_replayed
-        return cls(result.logits, result.argmax, was_recorded=not replayed, was_replayed=replayed)
 
 
 class Runner:
@@ -92,14 +71,14 @@ class Runner:
             result = self._run_decode_graph(ordered, adapters, edits)
         else:
             result = self._run_prompt_graph(ordered, adapters)
-        return self._compute(ordered, adapters) if result is None else ForwardResult.of(result)
+        return result or self._compute(ordered, adapters)
 
     def _run_decode_graph(
         self,
         ordered: Sequence[StepSequence],
         adapters: PassAdapters | None,
         edits: Mapping[StepSequence, RecordableEdits],
-    ) -> GraphResult | None:
+    ) -> ForwardResult | None:
         """Record or replay a step in which all sequences decode; None: it was not computed."""
         traced, scheduled = _traced_rows(ordered), [each.scheduled for each in ordered]
         result = self._step_graphs.run(scheduled, adapters, _edited_rows(ordered, edits), traced)
@@ -108,7 +87,7 @@ class Runner:
                 ordered[row.index].recorded_trace = trace
         return result
 
-    def _run_prompt_graph(self, ordered: Sequence[StepSequence], adapters: PassAdapters | None) -> GraphResult | None:
+    def _run_prompt_graph(self, ordered: Sequence[StepSequence], adapters: PassAdapters | None) -> ForwardResult | None:
         """Record or replay a step with prompts; None: it was not computed."""
         has_adapters = adapters is not None and adapters.tokens
         if has_adapters or any(each.needs_tap or each.num_logits < each.num_final for each in ordered):
@@ -140,7 +119,7 @@ class Runner:
             each.error = tap.error
             if each.request.tap is not None or each.is_traced:
                 each.trace_seconds = tap.seconds
-        return ForwardResult(logits, None, was_recorded=False, was_replayed=False)
+        return ForwardResult(logits)
 
     def _order(
         self, sequences: Sequence[StepSequence], edits: Mapping[StepSequence, RecordableEdits]

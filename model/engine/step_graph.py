@@ -38,19 +38,21 @@ class TracedRow:
 
 
 @dataclass(frozen=True)
-class GraphResult:
-    """The logits (R, V) of R tokens, the argmax of each row, and whether they come from a replay.
+class ForwardResult:
+    """The logits (R, V) of one pass, whose rows belong to the sequences as their `rows` say.
 
-    `traces` are the traces of the step's traced rows, in order.
+    A graph also computes the `argmax` of each row, and the `traces` of the step's traced rows, in order. A pass that
+    `was_recorded` took longer than one that `was_replayed`.
     """
 
     logits: Tensor
-    argmax: Argmax
-    traces: Sequence[RecordedTrace]
-    was_replayed: bool
+    argmax: Argmax | None = None
+    traces: Sequence[RecordedTrace] = ()
+    was_recorded: bool = False
+    was_replayed: bool = False
 
-    def first_rows(self, num_rows: int) -> "GraphResult":
-        argmax = Argmax(self.argmax.values[:num_rows], self.argmax.indices[:num_rows])
+    def first_rows(self, num_rows: int) -> "ForwardResult":
+        argmax = None if self.argmax is None else Argmax(*(each[:num_rows] for each in self.argmax))
         return replace(self, logits=self.logits[:num_rows], argmax=argmax)
 
 
@@ -87,7 +89,7 @@ class StepGraph:
         context = RecordedStepContext(self._step, cache, sequences, ops.network, max_keys)
         self._traced = traced
 
-        def compute() -> tuple[GraphResult, JointLogits]:
+        def compute() -> tuple[ForwardResult, JointLogits]:
             traces = self._new_traces(model, max_keys)
             tap, taps = self._tap(edit_tap, traces)
             joint = JointLogits(model, ops.trace_kernels, traces)
@@ -98,13 +100,13 @@ class StepGraph:
                 raise error
             for trace, row, lens_logits in zip(traces, traced, joint.lenses, strict=True):
                 trace.finish_recording(num_keys(sequences[row.index]), lens_logits)
-            return GraphResult(logits, argmax, traces, was_replayed=False), joint
+            return ForwardResult(logits, argmax, traces, was_recorded=True), joint
 
         self.result, self._joint_logits = self._recording.run(compute)
-        self._replayed = replace(self.result, was_replayed=True)
+        self._replayed = replace(self.result, was_recorded=False, was_replayed=True)
         self.is_complete = self._recording.is_complete
 
-    def replay(self, sequences: Sequence[PlannedSequence], rows: Sequence[int] | None) -> GraphResult:
+    def replay(self, sequences: Sequence[PlannedSequence], rows: Sequence[int] | None) -> ForwardResult:
         """Compute the result for other sequences. It is valid until the next graph runs."""
         self.update_inputs(sequences, rows)
         self._recording.replay()

@@ -18,7 +18,7 @@ from model.engine.attention.gpu_decode import GpuBackend
 from model.engine.attention.interface import PlannedSequence
 from model.engine.attention.paged import PagedBackend
 from model.engine.recorded_trace import MAX_TRACE_BYTES, bytes_of_trace, room_for_keys, traces_keys
-from model.engine.step_graph import GraphResult, RecordableAttention, StepGraph, TracedRow, num_keys
+from model.engine.step_graph import ForwardResult, RecordableAttention, StepGraph, TracedRow, num_keys
 from model.network.adapters import PassAdapters
 from model.network.ranks import LostRank
 from model.network.transformer import Transformer
@@ -59,27 +59,6 @@ class Shape:
     @property
     def has_prompts(self) -> bool:
         return self.num_rows is not None
-
-    @classmethod
-    def of(
-        cls,
-        sequences: Sequence[PlannedSequence],
-        adapters: PassAdapters | None,
-        edits: Sequence[EditedRows],
-        traced: Sequence[TracedRow] = (),
-        max_keys: int = 0,
-        max_blocks: int = 0,
-    ) -> "Shape":
-        runs = () if adapters is None else adapters.tokens
-        return cls(
-            len(sequences),
-            sum(scheduled.num_new for scheduled in sequences),
-            tuple((each.adapter.name, each.rows.start, each.rows.stop) for each in runs),
-            tuple((each.edits.key, each.rows.start, each.rows.stop) for each in edits),
-            tuple((each.kind.key, each.row) for each in traced),
-            max_keys,
-            max_blocks,
-        )
 
 
 @dataclass(frozen=True)
@@ -123,7 +102,7 @@ class StepGraphs:
         adapters: PassAdapters | None = None,
         edits: Sequence[EditedRows] = (),
         traced: Sequence[TracedRow] = (),
-    ) -> GraphResult | None:
+    ) -> ForwardResult | None:
         """Compute a step of decoding sequences; None: it was not computed. The next call overwrites the result."""
         if self._attention is None:
             return None
@@ -131,7 +110,15 @@ class StepGraphs:
         if traced and not self._can_trace(traced, max_keys):
             return None
         max_blocks = self._attention.max_blocks(sequences, self._model.config.max_positions)
-        shape = Shape.of(sequences, adapters, edits, traced, max_keys, max_blocks)
+        shape = Shape(
+            len(sequences),
+            sum(scheduled.num_new for scheduled in sequences),
+            tuple((each.adapter.name, each.rows.start, each.rows.stop) for each in adapters.tokens) if adapters else (),
+            tuple((each.edits.key, each.rows.start, each.rows.stop) for each in edits),
+            tuple((each.kind.key, each.row) for each in traced),
+            max_keys,
+            max_blocks,
+        )
         if (graph := self._find(shape)) is not None:
             return graph.replay(sequences, None)
         stages = frozenset[str]().union(*(each.edits.stage_names for each in edits))
@@ -162,7 +149,7 @@ class StepGraphs:
             self.replays_decoding = False
         return graph.result
 
-    def run_prompts(self, sequences: Sequence[PlannedSequence], rows: Sequence[int]) -> GraphResult | None:
+    def run_prompts(self, sequences: Sequence[PlannedSequence], rows: Sequence[int]) -> ForwardResult | None:
         """Compute a step with prompts and without adapters, edits and traces, and the logits of some rows, as `run`."""
         if self._attention is None or not self._can_record_prompts:
             return None

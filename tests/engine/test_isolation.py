@@ -12,8 +12,8 @@ from torch import Tensor
 from model.checkpoints.load import BUNDLED, load_checkpoint
 from model.engine.attention import step_context
 from model.engine.request import Request
-from model.engine.runner import ForwardResult
 from model.engine.step_batch import StepSequence
+from model.engine.step_graph import ForwardResult
 from model.engine.trace_params import TraceParams
 from model.errors import shortened
 from model.network.transformer import Transformer

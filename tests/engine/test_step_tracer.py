@@ -15,8 +15,8 @@ from torch import Tensor
 from model.analysis.forward_trace import Trace, TracedPass
 from model.engine.engine import Engine
 from model.engine.request import Request
-from model.engine.runner import ForwardResult
 from model.engine.step_batch import StepSequence
+from model.engine.step_graph import ForwardResult
 from model.engine.step_tracer import StepTrace
 from model.engine.trace_params import TraceParams
 from model.network.transformer import Transformer
