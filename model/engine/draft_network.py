@@ -8,29 +8,17 @@ it needs no cache of its own and never computes a prompt, and a draft changes no
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from model.engine.attention.interface import StepTokens
 from model.engine.attention.paged import PagedBackend
 from model.engine.attention.step_context import choose_attention
 from model.engine.cache import PagedCache
 from model.engine.scheduler import ScheduledSequence
-from model.engine.sequence import SequenceState
 from model.engine.step_graphs import StepGraphs
 from model.network.transformer import Transformer
 from model.text.sampling import Sampler, sample
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DraftedToken:
-    """The `PlannedSequence` of one pass: the token of a sequence after which the next one is drafted."""
-
-    sequence: SequenceState
-    start: int
-    new_tokens: Sequence[int]
-    num_new: int = 1
-    is_decoding: bool = True
 
 
 class DraftNetwork:
@@ -56,7 +44,7 @@ class DraftNetwork:
         began, was_replayed = time.perf_counter(), True
         for index in range(length):
             rows = [
-                DraftedToken(each.sequence, each.start + index, [token_id])
+                StepTokens(each.start + index, [token_id], True, each.sequence)
                 for each, token_id in zip(drafting, newest, strict=True)
             ]
             try:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.engine.attention.interface import StepTokens
 from model.engine.cache import bytes_of_token
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Request
@@ -31,7 +32,6 @@ from model.engine.tensor_parallel.messages import (
     SequenceStages,
     SinglePass,
     StepPass,
-    StepSequence,
     decode,
     encode,
 )
@@ -261,7 +261,7 @@ def test_the_shards_of_all_ranks_are_the_whole_network(name: str, size: int) -> 
         ClearBlocks([3, 1]),
         SinglePass([[1, 2], [3, 4]], [0, 9]),
         StepPass(
-            [StepSequence(4, [5], True, BlockTable([2, 0], 9)), StepSequence(0, [1, 2, 3], False, BlockTable([], 3))],
+            [StepTokens(4, [5], True, BlockTable([2, 0], 9)), StepTokens(0, [1, 2, 3], False, BlockTable([], 3))],
             [SequenceStages(1, [3, 4]), SequenceStages(0, [])],
         ),
     ],

@@ -4,6 +4,7 @@ Dims: N new tokens of all sequences of the step, concatenated, H/Hkv heads, D he
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
@@ -35,6 +36,20 @@ class PlannedSequence(Protocol):
     def is_decoding(self) -> bool: ...
     @property
     def sequence(self) -> Blocks: ...
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """A `PlannedSequence` that no scheduler has made."""
+
+    start: int
+    new_tokens: Sequence[int]
+    is_decoding: bool
+    sequence: Blocks
+
+    @property
+    def num_new(self) -> int:
+        return len(self.new_tokens)
 
 
 class StepAttention(Protocol):

@@ -41,22 +41,13 @@ class StepContext:
     """An `AttentionContext` for the new tokens of a step, which are in the order of `sequences`."""
 
     def __init__(
-        self,
-        attention: StepAttention,
-        cache: PagedCache,
-        sequences: Sequence[PlannedSequence],
-        ops: NetworkOps,
+        self, attention: StepAttention, cache: PagedCache, sequences: Sequence[PlannedSequence], ops: NetworkOps
     ) -> None:
         self.positions, self.lengths = attention.positions, attention.lengths
         self._attention = attention
         self._cache = cache
-        self._sequences = sequences
+        self.sequences = sequences
         self._ops = ops
-
-    @property
-    def sequences(self) -> Sequence[PlannedSequence]:
-        """The sequences of the step, in the order of their tokens."""
-        return self._sequences
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe) -> Tensor:
         z = self._attention.attend(layer, q[0], k[0], v[0])[None]
@@ -66,7 +57,7 @@ class StepContext:
                     continue
                 # An error here, such as too little memory for the scores, ends this sequence alone.
                 with tap.guarded():
-                    self._trace(layer, self._sequences[index], tap, q, z, sequence_probe)
+                    self._trace(layer, self.sequences[index], tap, q, z, sequence_probe)
         return probe("z", z)
 
     def _trace(
@@ -109,7 +100,7 @@ class RecordedStepContext(StepContext):
     ) -> None:
         """Offer the scores and the pattern of one sequence. A step in which they are edited is not recorded."""
         H, N, S = q.shape[2], scheduled.num_new, scheduled.start + scheduled.num_new
-        index = self._sequences.index(scheduled)
+        index = self.sequences.index(scheduled)
         buffers = self._paged.scores(layer, index, q[0, tap.tokens], self._max_keys)
         for name, buffer in zip(TRACED, buffers, strict=True):
             probe(name, buffer[: H * N * S].view(1, H, N, S))

@@ -10,7 +10,6 @@ from model.config import ModelConfig
 from model.engine.attention.step_context import StepContext
 from model.engine.cache import PagedCache
 from model.engine.tensor_parallel.messages import (
-    BlockTable,
     ClearBlocks,
     End,
     KeepAlive,
@@ -19,7 +18,6 @@ from model.engine.tensor_parallel.messages import (
     SequenceStages,
     SinglePass,
     StepPass,
-    StepSequence,
     encode,
 )
 from model.engine.tensor_parallel.shared_taps import Layout, LeadingTap, SharedSequenceTap
@@ -109,20 +107,8 @@ class LeadingNetwork(Transformer):
             for index, each in taps.items()
         }
         wanted = {index: self._in_blocks(each) for index, each in leading.items()}
-        self.tell(
-            StepPass(
-                [
-                    StepSequence(
-                        each.start,
-                        each.new_tokens,
-                        each.is_decoding,
-                        BlockTable(each.sequence.blocks, each.sequence.length),
-                    )
-                    for each in context.sequences
-                ],
-                [SequenceStages(index, own) for index, own in wanted.items() if own],
-            )
-        )
+        stages = [SequenceStages(index, own) for index, own in wanted.items() if own]
+        self.tell(StepPass(context.sequences, stages))
         batch = None if tap is None else BatchTap(shared, tap.row_selected_stages)
         with self._checked(None):
             logits: Tensor = super().forward(ids, tap=batch, rows=rows, context=context, head_rows=head_rows)

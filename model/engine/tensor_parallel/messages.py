@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from model.engine.attention.interface import PlannedSequence, StepTokens
+
 IntegerSource = Iterator[int]
 
 
@@ -54,20 +56,6 @@ class BlockTable:
 
 
 @dataclass(frozen=True)
-class StepSequence:
-    """The tokens of one sequence that a step computes, as attention needs them: see `ScheduledSequence`."""
-
-    start: int
-    new_tokens: Sequence[int]
-    is_decoding: bool
-    sequence: BlockTable
-
-    @property
-    def num_new(self) -> int:
-        return len(self.new_tokens)
-
-
-@dataclass(frozen=True)
 class SequenceStages:
     """The stages that the tap of one sequence of a step wants. `index` is that of the sequence."""
 
@@ -79,7 +67,7 @@ class SequenceStages:
 class StepPass:
     """Compute one step of the engine."""
 
-    sequences: Sequence[StepSequence]
+    sequences: Sequence[PlannedSequence]
     taps: Sequence[SequenceStages]
 
 
@@ -138,7 +126,7 @@ def _take(source: IntegerSource) -> list[int]:
     return list(islice(source, next(source)))
 
 
-def _take_sequence(source: IntegerSource) -> StepSequence:
+def _take_sequence(source: IntegerSource) -> StepTokens:
     start, is_decoding, length = islice(source, 3)
     new_tokens, blocks = _take(source), _take(source)
-    return StepSequence(start, new_tokens, bool(is_decoding), BlockTable(blocks, length))
+    return StepTokens(start, new_tokens, bool(is_decoding), BlockTable(blocks, length))
