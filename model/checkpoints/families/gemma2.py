@@ -39,7 +39,6 @@ def read_gemma(
     config.expect("use_bidirectional_attention", False)
     config.ignore("hidden_act")  # hidden_activation is used instead, also if it is missing
     d_model = config.integer("hidden_size", high=MAX_SIZES["d_model"])
-    attention_bias = config.take("attention_bias", False)
     return llama.read_common(
         config,
         defaults=defaults,
@@ -47,8 +46,7 @@ def read_gemma(
         activation_key="hidden_activation",
         norm_offset=True,
         norm_placement="both",
-        qkv_bias=attention_bias,
-        attention_out_bias=attention_bias,
+        **llama.attention_biases(config),
         attention_scale=config.positive("query_pre_attn_scalar", 256) ** -0.5,
         embedding_scale=d_model**0.5,
         **options,

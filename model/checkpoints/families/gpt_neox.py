@@ -16,7 +16,6 @@ ROPE_KEYS = RopeKeys(theta="rotary_emb_base", fraction="rotary_pct", default_fra
 def read(config: ConfigReader) -> ModelConfig:
     for key in ("head_dim", "num_key_value_heads"):
         config.expect(key, None)
-    attention_bias = config.take("attention_bias", True)
     return llama.read_common(
         config,
         defaults=DEFAULTS,
@@ -25,8 +24,7 @@ def read(config: ConfigReader) -> ModelConfig:
         norm="layer",
         parallel_residual=config.take("use_parallel_residual", True),
         gated=False,
-        qkv_bias=attention_bias,
-        attention_out_bias=attention_bias,
+        **llama.attention_biases(config, default=True),
         mlp_bias=True,
     )
 

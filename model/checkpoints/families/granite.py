@@ -7,11 +7,9 @@ from model.config import ModelConfig
 
 
 def read(config: ConfigReader) -> ModelConfig:
-    attention_bias = config.take("attention_bias", False)
     return llama.read_common(
         config,
-        qkv_bias=attention_bias,
-        attention_out_bias=attention_bias,
+        **llama.attention_biases(config),
         mlp_bias=config.take("mlp_bias", False),
         attention_scale=config.positive("attention_multiplier", 1.0),
         embedding_scale=config.positive("embedding_multiplier", 1.0),

@@ -117,12 +117,16 @@ def read_max_positions(config: ConfigReader, default: int) -> int:
     return config.integer(key, default, high=MAX_SIZES["max_positions"])
 
 
+def attention_biases(config: ConfigReader, *, default: bool = False) -> dict[str, Any]:
+    """Read the fields of the biases of attention: one key is for all of them."""
+    bias = config.take("attention_bias", default)
+    return {"qkv_bias": bias, "attention_out_bias": bias}
+
+
 def read(config: ConfigReader) -> ModelConfig:
-    attention_bias = config.take("attention_bias", False)
     return read_common(
         config,
-        qkv_bias=attention_bias,
-        attention_out_bias=attention_bias,
+        **attention_biases(config),
         mlp_bias=config.take("mlp_bias", False),
     )
 

@@ -14,13 +14,11 @@ TENSORS = qwen3.TENSORS | OUTPUT_NORMS
 
 
 def read(config: ConfigReader) -> ModelConfig:
-    attention_bias = config.take("attention_bias", False)
     return llama.read_common(
         config,
         defaults=DEFAULTS,
         norm_placement="output",
-        qkv_bias=attention_bias,
-        attention_out_bias=attention_bias,
+        **llama.attention_biases(config),
         qk_norm="projection",
     )
 

@@ -14,13 +14,11 @@ TENSORS = llama.TENSORS | {
 
 
 def read(config: ConfigReader) -> ModelConfig:
-    attention_bias = config.take("attention_bias", False)
     return llama.read_common(
         config,
         defaults=DEFAULTS,
         **qwen2.read_windows(config),
-        qkv_bias=attention_bias,
-        attention_out_bias=attention_bias,
+        **llama.attention_biases(config),
         qk_norm="head",
     )
 

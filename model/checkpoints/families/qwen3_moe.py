@@ -22,13 +22,11 @@ EXPERTS = {
 def read(config: ConfigReader) -> ModelConfig:
     config.ignore("output_router_logits", "router_aux_loss_coef")  # used in training only
     config.ignore("max_window_layers")  # the window is that of every layer
-    attention_bias = config.take("attention_bias", False)
     return llama.read_common(
         config,
         defaults=DEFAULTS,
         window=qwen2.read_window(config),
-        qkv_bias=attention_bias,
-        attention_out_bias=attention_bias,
+        **llama.attention_biases(config),
         qk_norm="head",
         **read_experts(config),
     )

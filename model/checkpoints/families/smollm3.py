@@ -16,7 +16,6 @@ DEFAULTS = llama.DEFAULTS | {
 
 
 def read(config: ConfigReader) -> ModelConfig:
-    attention_bias = config.take("attention_bias", False)
     rotated = read_rotary_layers(config)
     window = config.take("sliding_window") if config.take("use_sliding_window", False) else None
     config.ignore("sliding_window", "max_window_layers")  # the latter is not used
@@ -27,8 +26,7 @@ def read(config: ConfigReader) -> ModelConfig:
         defaults=DEFAULTS,
         rope_keys=RopeKeys(default_theta=2e6),
         rotary_layers=None if all(rotated) else rotated,
-        qkv_bias=attention_bias,
-        attention_out_bias=attention_bias,
+        **llama.attention_biases(config),
         mlp_bias=config.take("mlp_bias", False),
         **windows,
     )
