@@ -324,7 +324,7 @@ class LocalModel(Batches):
             taps: list[Tap] = []
             if edits:
                 bound, head["edits"] = self._bind(edits, adapted, ids, len(ids))
-                taps.append(bound.whole_pass(ids, ops=adapted.backend.network))
+                taps.append(bound.whole_pass(ids, ops=adapted.backend.ops))
             if own_hooks is not None:
                 taps.append(own_hooks.tap(0, len(ids)))
             graph = [GradientTap(selection.stages)] if self._has_grad else []

@@ -50,7 +50,7 @@ def edited_pass(
 ) -> Tensor:
     """The logits (T, V) of one pass over `ids`, or of some `rows` of it. `tap` sees the stages as edits leave them."""
     if edits is not None:
-        edit = edits.whole_pass(ids, rows, network.backend.network)
+        edit = edits.whole_pass(ids, rows, network.backend.ops)
         tap = edit if tap is None else Chain(edit, tap)
     logits: Tensor = network(torch.tensor([list(ids)], device=device), tap=tap, rows=rows)[0]
     return logits

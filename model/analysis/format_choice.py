@@ -92,7 +92,7 @@ class LossMeter:
         bias = layer.bias if isinstance(layer.bias, Tensor) else None
         weight = linear_weight(layer)
         own = self._calibrated.get((name, format.name), format)
-        return self._model.backend.network.linear(weight, bias, weight.dtype, own)
+        return self._model.backend.ops.linear(weight, bias, weight.dtype, own)
 
     @torch.inference_mode()
     def loss(self, formats: Mapping[str, WeightFormat]) -> float:

@@ -85,7 +85,7 @@ def load_adapter(checkpoint: Checkpoint, path: str | Path, name: str | None = No
     layers = adaptable_layers(checkpoint.family, checkpoint.model.config)
     layers = with_stored_names(layers, source.headers, checkpoint.family.prefix)
     check_tensors(source, config, [module for modules in layers.values() for module in modules])
-    weight, ops = checkpoint.model.embed.weight, checkpoint.model.backend.network
+    weight, ops = checkpoint.model.embed.weight, checkpoint.model.backend.ops
     adapted, ranks = {}, set()
     for layer_name, modules in layers.items():
         own = [module for module in modules if module.names[0] in source.headers]

@@ -99,8 +99,8 @@ class OpenCheckpoint:
         """A network on the CPU that reads its weights whenever it computes. The arguments are as in `prepare_model`."""
         config, device = self.config, torch.device("cpu")
         backend = choose_backend(config, dtype, device, kernels)
-        is_torch = backend.network is TORCH.network
-        own_ops = StoredTableOps(dtype) if is_torch else backend.network
+        is_torch = backend.ops is TORCH.ops
+        own_ops = StoredTableOps(dtype) if is_torch else backend.ops
         weights = self.weights.read(dtype, device, keeps_formats=quantize == "stored" and not is_torch)
 
         def linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
@@ -113,12 +113,12 @@ class OpenCheckpoint:
             def build() -> nn.Module:
                 weight = weights[stored_name]
                 own = whole_weight(weight) if keeps_precision(name) else weight
-                return backend.network.linear(own, bias, dtype, format)
+                return backend.ops.linear(own, bias, dtype, format)
 
             return RebuiltLinear(build)
 
         with torch.device("meta"):
-            model = Transformer(config, backend=replace(backend, network=own_ops), linear=linear)
+            model = Transformer(config, backend=replace(backend, ops=own_ops), linear=linear)
         names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         tables = ("embed.weight", "pos_embed.weight")
         rest = {

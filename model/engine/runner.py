@@ -110,7 +110,7 @@ class Runner:
             torch.tensor([ids], device=self._cache.device),
             tap=BatchTap(taps, self._row_selected_stages) if taps else None,
             rows=selected,
-            context=StepContext(attention, self._cache, scheduled, self._model.backend.network),
+            context=StepContext(attention, self._cache, scheduled, self._model.backend.ops),
             adapters=adapters,
             head_rows=head_rows if len(head_rows) < len(selected) else None,
         )[0]
@@ -149,7 +149,7 @@ class Runner:
         selected = range(num_new - each.num_final, num_new)
         try:
             if each.edits is not None:
-                ops = self._model.backend.network
+                ops = self._model.backend.ops
                 taps.append(each.edits.tap(start, num_new, selected, ops, each.conditions))
         except Exception as error:  # too little memory, for example: the error ends this sequence only
             return SequenceTap(Chain(), tokens, each.final_rows, error)

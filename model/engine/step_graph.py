@@ -79,23 +79,23 @@ class StepGraph:
         max_sequences: int | None = None,
         rows: Sequence[int] | None = None,
     ) -> None:
-        cache, ops = attention.cache, model.backend
+        cache, backend = attention.cache, model.backend
         self._step = attention.prepare_recorded(sequences, max_blocks, max_sequences or len(sequences))
         self._rows = None if rows is None else torch.tensor(rows)
         self._recording = attention.new_recording(memory, frees=rows is not None)
-        edit_tap, self._edit_tensors = tap_of_runs(edits, ops.network, cache.device)
+        edit_tap, self._edit_tensors = tap_of_runs(edits, backend.ops, cache.device)
         self.edit_bytes = sum(each.edits.num_bytes for each in edits)
         self.num_traced_stages = sum(len(each.kind.params.selection.stages) for each in traced if each.kind.has_stages)
-        context = RecordedStepContext(self._step, cache, sequences, ops.network, max_keys)
+        context = RecordedStepContext(self._step, cache, sequences, backend.ops, max_keys)
         self._traced = traced
 
         def compute() -> tuple[ForwardResult, JointLogits]:
             traces = self._new_traces(model, max_keys)
             tap, taps = self._tap(edit_tap, traces)
-            joint = JointLogits(model, ops.trace_kernels, traces)
+            joint = JointLogits(model, backend.trace_kernels, traces)
             options = {"context": context, "adapters": adapters, "compute_logits": joint}
             logits = self._recording.keep(model(self._step.ids, tap=tap, rows=self._rows, **options)[0])
-            argmax = ops.sampling.argmax(logits)
+            argmax = backend.sampling.argmax(logits)
             for error in (each.error for each in taps if each.error is not None):
                 raise error
             for trace, row, lens_logits in zip(traces, traced, joint.lenses, strict=True):

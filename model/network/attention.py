@@ -48,7 +48,7 @@ def attend(
     probe: Probe,
     *,
     rule: ScoreRule,
-    ops: NetworkOps = TORCH.network,
+    ops: NetworkOps = TORCH.ops,
 ) -> Tensor:
     """softmax(scores + mask) v, each query head with the key and value head of its group.
 
@@ -133,7 +133,7 @@ class DenseContext:
         cache: KVCache | None,
         num_new: int,
         device: torch.device,
-        ops: NetworkOps = TORCH.network,
+        ops: NetworkOps = TORCH.ops,
     ) -> None:
         start = cache.length if cache is not None else 0
         if start + num_new > config.max_positions:

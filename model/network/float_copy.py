@@ -65,7 +65,7 @@ def float_copy(model: Transformer, dtype: torch.dtype) -> Transformer:
 def copy_adapter(adapter: Adapter, dtype: torch.dtype) -> Adapter:
     """Copy an adapter for a network that `float_copy` returns."""
     layers = {
-        name: LowRankLayer(linear_weight(layer.a).to(dtype), linear_weight(layer.b).to(dtype), TORCH.network)
+        name: LowRankLayer(linear_weight(layer.a).to(dtype), linear_weight(layer.b).to(dtype), TORCH.ops)
         for name, layer in adapter.layers.items()
     }
     return Adapter(adapter.name, layers, adapter.ranks)
@@ -73,4 +73,4 @@ def copy_adapter(adapter: Adapter, dtype: torch.dtype) -> Adapter:
 
 def _plain_linear(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
     bias = linear_bias(layer)
-    return TORCH.network.linear(linear_weight(layer).to(dtype), None if bias is None else bias.to(dtype), dtype)
+    return TORCH.ops.linear(linear_weight(layer).to(dtype), None if bias is None else bias.to(dtype), dtype)

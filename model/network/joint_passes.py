@@ -110,7 +110,7 @@ def _compute_joint(model: Transformer, passes: Sequence[PromptPass]) -> list[Ten
     stages = stages_of(model.config, adapters=has_adapters)
     row_selected = frozenset(stage.name for stage in stages if stage.has_selected_rows)
     device = torch.device(passes[0].device)
-    context = JointContext(model.config, [len(each.ids) for each in passes], device, model.backend.network)
+    context = JointContext(model.config, [len(each.ids) for each in passes], device, model.backend.ops)
     logits = model(
         torch.tensor([ids], device=device),
         tap=BatchTap(taps, row_selected) if taps else None,

@@ -19,9 +19,7 @@ class Norm(nn.Module):
     divisor, `normalized` the result before gain and bias, `out` the result after them.
     """
 
-    def __init__(
-        self, *shape: int, rule: NormRule, has_bias: bool | None = None, ops: NetworkOps = TORCH.network
-    ) -> None:
+    def __init__(self, *shape: int, rule: NormRule, has_bias: bool | None = None, ops: NetworkOps = TORCH.ops) -> None:
         super().__init__()
         self.rule = rule
         self.weight = nn.Parameter(torch.zeros(shape) if rule.offset else torch.ones(shape))

@@ -46,7 +46,7 @@ def prepare_model(
     dtype, device = embedding.dtype, embedding.device
     backend = choose_backend(config, dtype, device, kernels)
     if config.tied_head:
-        is_ours = isinstance(backend.network, CpuNetworkOps)
+        is_ours = isinstance(backend.ops, CpuNetworkOps)
         keeps_blocks = is_ours and isinstance(stored, StackedGroups) and can_keep_formats(stored, dtype)
         weights["head.weight"] = stored if keeps_blocks else embedding
     progress = Progress("preparing weights", total=count_parameters(config).total)
@@ -58,7 +58,7 @@ def prepare_model(
         if keeps_precision(name):
             weight = whole_weight(weight)
         with torch.device(device):  # this runs while the rest of the network is laid out on the meta device
-            layer = backend.network.linear(weight, bias, dtype, format)
+            layer = backend.ops.linear(weight, bias, dtype, format)
         if isinstance(format, WeightFormat):
             _check_quantized(name, layer)
         progress.advance(num_inputs * num_outputs)
@@ -112,7 +112,7 @@ def _log_choice(model: Transformer, quantize: Quantization | LayerFormats) -> No
     if num_packed + num_unpacked:
         formats = quantize if quantize in ("int8", "int5", "int4") else "formats of their own"
         logger.info("%d linear layers in %s", num_packed + num_unpacked, formats)
-    if isinstance(model.backend.network, CpuNetworkOps):
+    if isinstance(model.backend.ops, CpuNetworkOps):
         rest = _computed_by_torch(model)
         exceptions = f", except for {', '.join(rest)}, which PyTorch computes" if rest else ""
         logger.info("the network is computed by our own kernels%s", exceptions)

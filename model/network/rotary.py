@@ -82,7 +82,7 @@ class RotaryPositions:
                 self._long = _divided(scaling.long_factors, theta, exponents)
 
     def __call__(
-        self, positions: Tensor, dtype: torch.dtype, ops: NetworkOps = TORCH.network, lengths: Tensor | None = None
+        self, positions: Tensor, dtype: torch.dtype, ops: NetworkOps = TORCH.ops, lengths: Tensor | None = None
     ) -> Rotation:
         """positions (T,) int64 -> the cosines and sines of T tokens, as `ops.rotate` takes them.
 

@@ -195,15 +195,15 @@ def prepare_share(
         progress.advance(1 + has_bias)
         if name == "head":
             weight = weights.pop("head.weight", embedding)
-            return TORCH.network.linear(whole_weight(weight), None, embedding.dtype) if shard.rank == 0 else NoHead()
+            return TORCH.ops.linear(whole_weight(weight), None, embedding.dtype) if shard.rank == 0 else NoHead()
         with torch.device(embedding.device):  # this runs while the rest is laid out on the meta device
             weight = shard.take(f"{name}.weight", weights.pop(f"{name}.weight"))
             bias = shard.take(f"{name}.bias", weights.pop(f"{name}.bias")) if has_bias else None
         if name.endswith(ROW_WISE):
             return RowWiseLinear(weight, bias, ranks.add_up)
-        return TORCH.network.linear(weight, bias, embedding.dtype)
+        return TORCH.ops.linear(weight, bias, embedding.dtype)
 
-    backend = replace(TORCH, network=SharedNetworkOps(ranks), allows_varlen=allows_varlen)
+    backend = replace(TORCH, ops=SharedNetworkOps(ranks), allows_varlen=allows_varlen)
     with torch.device("meta"):
         model = network(config, backend=backend, linear=linear, share=shard.rank_config)
     model.complete({name: shard.take(name, weights[name]) for name in weights})

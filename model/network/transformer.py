@@ -179,7 +179,7 @@ class Transformer(nn.Module):
         self.config = config
         self.share = share or config
         self.backend = backend
-        ops = backend.network
+        ops = backend.ops
         self.embed = _zero_table(config.vocab_size, config.d_model)
         self.pos_embed = _zero_table(config.max_positions, config.d_model) if config.positions == "learned" else None
         self.rotary = Rotations(config) if config.positions == "rotary" else None
@@ -213,7 +213,7 @@ class Transformer(nn.Module):
 
         Without a `context`, raises `ValueError` if the positions exceed `max_positions`.
         """
-        ops = self.backend.network
+        ops = self.backend.ops
         if context is None:
             context = DenseContext(self.config, cache, ids.shape[1], ids.device, ops)
         probe = Probe(tap)
@@ -240,7 +240,7 @@ class Transformer(nn.Module):
 
     def embed_tokens(self, ids: Tensor, positions: Tensor, probe: Probe) -> Tensor:
         """ids (B, T) at positions (T,) -> the residual stream (B, T, C) that enters the first block."""
-        ops = self.backend.network
+        ops = self.backend.ops
         x = ops.embed(self.embed.weight, ids)
         factor = embedding_factor(self.config, x.dtype)
         if factor != 1.0:
@@ -265,7 +265,7 @@ class Transformer(nn.Module):
             residual = self.ln_final(residual, (probe or Probe(None)).at("ln_final"))
         if head_rows is not None:
             residual = residual.index_select(1, torch.tensor(head_rows, dtype=torch.int64, device=residual.device))
-        ops, config = self.backend.network, self.config
+        ops, config = self.backend.ops, self.config
         logits = self._head(residual)
         if config.logits_scale != 1.0:
             logits = ops.scale(logits, config.logits_scale)

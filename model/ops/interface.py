@@ -187,7 +187,7 @@ class Backend:
     "avx512-bf16", "triton" on a GPU, or "torch" if PyTorch computes.
     """
 
-    network: NetworkOps
+    ops: NetworkOps
     sampling: SamplingOps
     summaries: SummaryOps
     paged_attention: "PagedAttention | None" = None

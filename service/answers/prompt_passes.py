@@ -52,7 +52,7 @@ class PromptPlan:
         """The tap that changes the pass; None without edits and hooks."""
         taps: list[Tap] = []
         if self.bound_edits is not None:
-            taps.append(self.bound_edits.whole_pass(self.ids, rows, self.subject.network.backend.network))
+            taps.append(self.bound_edits.whole_pass(self.ids, rows, self.subject.network.backend.ops))
         if self.hooks is not None:
             taps.append(self.hooks.tap(0, len(self.ids), rows))
         return Chain(*taps) if taps else None

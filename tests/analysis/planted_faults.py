@@ -93,7 +93,7 @@ class OtherOps(TorchNetworkOps):
 
 def use_ops(network: Transformer, **methods: Callable[..., Any]) -> None:
     ops = OtherOps(**methods)
-    network.backend = dataclasses.replace(network.backend, network=ops)
+    network.backend = dataclasses.replace(network.backend, ops=ops)
     for module in network.modules():
         if hasattr(module, "_ops"):
             module._ops = ops  # type: ignore[assignment]

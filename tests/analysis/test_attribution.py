@@ -128,7 +128,7 @@ def test_the_shares_of_a_network_with_an_adapter_include_what_it_adds() -> None:
 
     places = {"blocks.1.attn.out": (36, 24), "blocks.0.attn.qkv": (24, 60), "blocks.2.mlp.down": (40, 24)}
     layers = {
-        place: LowRankLayer(matrix(3, num_inputs), matrix(num_outputs, 3), TORCH.network)
+        place: LowRankLayer(matrix(3, num_inputs), matrix(num_outputs, 3), TORCH.ops)
         for place, (num_inputs, num_outputs) in places.items()
     }
     adapter, ids, target = Adapter("one", layers, [3]), random_ids(67, 9)[0].tolist(), LogitTarget(5, 8)

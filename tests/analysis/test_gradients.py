@@ -238,7 +238,7 @@ class TestFloatCopy:
 
         places = {"blocks.0.attn.out": (36, 24), "blocks.1.attn.qkv": (24, 60), "blocks.2.mlp.up": (24, 80)}
         layers = {
-            place: LowRankLayer(matrix(3, num_inputs), matrix(num_outputs, 3), TORCH.network)
+            place: LowRankLayer(matrix(3, num_inputs), matrix(num_outputs, 3), TORCH.ops)
             for place, (num_inputs, num_outputs) in places.items()
         }
         adapter = Adapter("one", layers, [3])

@@ -43,7 +43,7 @@ def random_adapter(model: Transformer, name: str, rank: int) -> Adapter:
         for place, (num_inputs, num_outputs, num_parts) in sizes.items():
             a = torch.randn(num_parts * rank, num_inputs, dtype=dtype) / num_inputs**0.5
             b = 0.01 * torch.randn(num_outputs, num_parts * rank, dtype=dtype)
-            layers[f"blocks.{layer}.{place}"] = LowRankLayer(a, b, model.backend.network)
+            layers[f"blocks.{layer}.{place}"] = LowRankLayer(a, b, model.backend.ops)
     return Adapter(name, layers, [rank])
 
 

@@ -130,7 +130,7 @@ def our_attention(k: Tensor, v: Tensor) -> Multiply:
     backend = find_backend(k.dtype, D_HEAD)
     if backend is None:
         raise SystemExit("there are no kernels for this machine")
-    network, rule = backend.network, ScoreRule(D_HEAD**-0.5, None)
+    network, rule = backend.ops, ScoreRule(D_HEAD**-0.5, None)
 
     def attend(x: Tensor) -> Tensor:
         mask = CausalMask(NUM_KEYS - len(x), len(x), None, CPU)

@@ -46,7 +46,7 @@ def random_adapter(model: Transformer, name: str, *, seed: int, rank: int = 3, p
         return values
 
     layers = {
-        layer: LowRankLayer(matrix(rank, num_inputs), matrix(num_outputs, rank), model.backend.network)
+        layer: LowRankLayer(matrix(rank, num_inputs), matrix(num_outputs, rank), model.backend.ops)
         for layer, (num_inputs, num_outputs) in layer_sizes(model.config).items()
         if places in layer
     }

@@ -424,7 +424,7 @@ class TestRecordedSteps:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         model = served("llama")
-        ops = model.backend.network
+        ops = model.backend.ops
         edit_rows = ops.edit_rows
 
         def by_pytorch(x: Tensor, edits: Sequence[RowEdits]) -> Tensor:
@@ -445,7 +445,7 @@ class TestRecordedSteps:
     ) -> None:
         monkeypatch.setattr("model.engine.step_graphs.MAX_KINDS", 2)
         model = served("llama")
-        ops = model.backend.network
+        ops = model.backend.ops
         edit_rows = ops.edit_rows
         monkeypatch.setattr(ops, "edit_rows", lambda x, edits: edit_rows(x, edits) * 1)
         engine = new_engine(model)

@@ -129,7 +129,7 @@ def test_adapters(device: torch.device) -> None:
 
 
 def moved(adapter: Adapter, model: Transformer) -> Adapter:
-    weight, ops = model.embed.weight, model.backend.network
+    weight, ops = model.embed.weight, model.backend.ops
     layers = {}
     for name, layer in adapter.layers.items():
         a, b = (linear_weight(each).to(weight.device, weight.dtype) for each in (layer.a, layer.b))

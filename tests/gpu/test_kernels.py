@@ -54,7 +54,7 @@ def test_norms(
     x, weight = random(*shape, dtype=dtype, device=device), random(*weights, dtype=dtype, device=device)
     bias = random(weights[-1], dtype=dtype, device=device) if kind == "layer" and len(weights) == 1 else None
     rule = NormRule(1e-3, kind, offset)
-    assert_same(ops.norm(x, weight, bias, rule), TORCH.network.norm(x, weight, bias, rule))
+    assert_same(ops.norm(x, weight, bias, rule), TORCH.ops.norm(x, weight, bias, rule))
 
 
 @every_dtype
@@ -66,8 +66,8 @@ def test_rotation(
     x = random(2, 5, num_heads + 3, size, dtype=dtype, device=device)[:, :, 1 : num_heads + 1]
     positions = torch.arange(3, 8, device=device)
     frequencies = torch.rand(rotated // 2, generator=torch.Generator().manual_seed(0)).to(device)
-    rotation = TORCH.network.rotation(positions, frequencies, 1.1, dtype)
-    assert_same(ops.rotate(x, rotation), TORCH.network.rotate(x, rotation))
+    rotation = TORCH.ops.rotation(positions, frequencies, 1.1, dtype)
+    assert_same(ops.rotate(x, rotation), TORCH.ops.rotate(x, rotation))
 
 
 @every_dtype
@@ -109,7 +109,7 @@ def test_activations(activation: Activation, dtype: torch.dtype, ops: GpuNetwork
     pre[0, 0, :4] = torch.tensor([-100.0, 100.0, float("nan"), float("inf")])
     for gate in (None, linear):
         found = ops.activate(activation, pre, gate)
-        expected = TORCH.network.activate(activation, pre, gate)
+        expected = TORCH.ops.activate(activation, pre, gate)
         tolerance = 16 * TOLERANCE[dtype]
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=TOLERANCE[dtype], equal_nan=True)
 
@@ -178,7 +178,7 @@ def test_scores(
     paged = PagedKeys(keys, keys, blocks[None], position[None], block_size, window, rule)
     found = step_scores(ops.kernels, q, paged, 0, 512)
     mask = CausalMask(length - 1, 1, window, device)
-    expected = TORCH.network.attention_scores(q[None], keys[slots][None], mask, rule)
+    expected = TORCH.ops.attention_scores(q[None], keys[slots][None], mask, rule)
     for buffer, x in zip(found, expected, strict=True):
         assert_same(buffer[: 6 * length].view(1, 6, 1, length), x)
 

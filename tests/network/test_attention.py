@@ -128,7 +128,7 @@ def test_fused_and_traced_attention_equal_the_formula(
     assert_equal_but_for_rounding(fused_attention(q, k, v, mask, ScoreRule(SCALE)), expected)
     recorder = Recorder([Stage(name, PATTERN) for name in STAGES])
     z = torch.zeros_like(q)
-    assert trace_attention(q, k, v, z, mask, Probe(recorder), rule=ScoreRule(SCALE), ops=TORCH.network) is z
+    assert trace_attention(q, k, v, z, mask, Probe(recorder), rule=ScoreRule(SCALE), ops=TORCH.ops) is z
     assert list(recorder.kept) == list(STAGES)
     assert_equal_but_for_rounding(apply_pattern(recorder.kept["pattern"], v), expected)
 
@@ -193,7 +193,7 @@ def test_queries_and_heads_whose_pattern_is_not_changed_keep_their_bits(stage: s
     is_changed[:, 3, 4] = True
     plain = attend(q, k, v, mask, Probe(None), rule=rule)
     assert torch.equal((found != plain).any(-1), is_changed)
-    pattern = TORCH.network.attention_scores(q, k, mask, rule)[2]
+    pattern = TORCH.ops.attention_scores(q, k, mask, rule)[2]
     assert torch.equal((recorder.kept["pattern"] != pattern).any(-1).mT, is_changed)
 
 

@@ -20,7 +20,7 @@ def test_a_network_prepared_for_pytorch_is_the_plain_network_to_the_bit(name: st
     prepared = prepare_model(plain.config, plain.state_dict(), kernels="torch")
     ids = random_ids(plain.config.vocab_size, 13)
     assert torch.equal(prepared(ids), plain(ids))
-    assert prepared.backend.network is TORCH.network
+    assert prepared.backend.ops is TORCH.ops
     assert not prepared.backend.allows_varlen
     expected = {parameter: value.shape for parameter, value in plain.named_parameters()}
     assert {parameter: value.shape for parameter, value in prepared.named_parameters()} == expected

@@ -17,12 +17,12 @@ from model.ops.weight_formats import FORMATS, GroupedWeight, WeightFormat
 from tests.ops.cpu.test_grouped_linear import random_weight
 
 LAYERS: Mapping[str, Callable[[Tensor], nn.Module]] = {
-    "PyTorch": lambda weight: TORCH.network.linear(weight, None, weight.dtype),
+    "PyTorch": lambda weight: TORCH.ops.linear(weight, None, weight.dtype),
     "packed float32": lambda weight: packed(weight),
     "packed bfloat16": lambda weight: packed(weight.bfloat16()),
     "int8": lambda weight: grouped(quantize_int8(weight)),
     "int4": lambda weight: grouped(quantize_with_minimums(weight, INT4)),
-    "int8 without kernels": lambda weight: TORCH.network.linear(weight, None, weight.dtype, INT8),
+    "int8 without kernels": lambda weight: TORCH.ops.linear(weight, None, weight.dtype, INT8),
     "two formats": lambda weight: two_formats(quantize_int8(weight[:40]), quantize_with_minimums(weight[40:], INT4)),
 }
 

@@ -31,7 +31,7 @@ TEXT = (
 
 def load(path: Path, quantize: Quantization) -> Checkpoint:
     checkpoint = load_checkpoint(str(path), dtype="float32", quantize=quantize, kernels="auto")
-    if checkpoint.model.backend.network is TORCH.network:
+    if checkpoint.model.backend.ops is TORCH.ops:
         pytest.skip(NO_KERNELS)
     return checkpoint
 

@@ -89,7 +89,7 @@ class IntegratedGradientsRun:
     def _run(self, embeddings: Tensor) -> Tensor:
         tap: Tap = EmbeddingTap(embeddings)
         if self._edits is not None:
-            tap = Chain(tap, self._edits.whole_pass(self._ids, self._target.rows, self._model.backend.network))
+            tap = Chain(tap, self._edits.whole_pass(self._ids, self._target.rows, self._model.backend.ops))
         return run_target(self._model, self._ids, self._target, tap, self._adapter)
 
 

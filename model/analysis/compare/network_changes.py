@@ -117,7 +117,7 @@ def run_segment(network: Transformer, change: Change, segment: Segment, ids: Ten
     Raises `ValueError` if the change does not fit the network.
     """
     changed = change_network(network, change, range(segment.first, segment.last + 1))
-    config, ops, probe = changed.config, changed.backend.network, Probe(tap)
+    config, ops, probe = changed.config, changed.backend.ops, Probe(tap)
     positions = torch.arange(ids.shape[1])
     positions = positions if change.positions is None else change.positions(positions)
     context = ChangedContext(config, change, positions, torch.full_like(positions, ids.shape[1]), ops)
@@ -145,11 +145,11 @@ def run_segment(network: Transformer, change: Change, segment: Segment, ids: Ten
 def change_network(network: Transformer, change: Change, places: range) -> Transformer:
     """Build the changed network. Only the blocks at these places are rebuilt."""
     config = replace(network.config, **change.config)
-    ops = network.backend.network if change.rotate is None else ChangedOps(change.rotate)
+    ops = network.backend.ops if change.rotate is None else ChangedOps(change.rotate)
     changed = copy.copy(network)
     changed._modules = dict(network._modules)  # the copy shares them with the original otherwise
     changed.config = config
-    changed.backend = replace(network.backend, network=ops)
+    changed.backend = replace(network.backend, ops=ops)
     changed.rotary = Rotations(config) if config.positions == "rotary" else None
     blocks = list(network.blocks)
     for layer in range(config.num_layers):

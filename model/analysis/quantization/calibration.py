@@ -69,7 +69,7 @@ def input_moments(model: Transformer, ids: Tensor) -> Iterator[tuple[str, Tensor
 
     The network is computed block by block, so that only the moments of one block are in memory.
     """
-    ops, probe = model.backend.network, Probe(None)
+    ops, probe = model.backend.ops, Probe(None)
     context = DenseContext(model.config, None, ids.shape[1], ids.device, ops)
     texts = [model.embed_tokens(some, context.positions, probe) for some in torch.split(ids, TEXTS_AT_A_TIME)]
     rotations = None if model.rotary is None else model.rotary(context.positions, context.lengths, texts[0].dtype, ops)

@@ -25,8 +25,8 @@ def choose_attention(cache: PagedCache, config: ModelConfig, backend: Backend) -
     """The fastest attention over the paged cache that the network's backend and the device have."""
     if backend.paged_attention is not None:
         return PagedBackend(cache, backend.paged_attention)
-    kernels = find_kernels(cache, backend.network)
-    if cache.device.type != "cpu" and backend.network.batch_invariant:
+    kernels = find_kernels(cache, backend.ops)
+    if cache.device.type != "cpu" and backend.ops.batch_invariant:
         if kernels is None:
             reason = "with the kernels invariant, a GPU attends to heads of up to 256 numbers in a cache of kind auto"
             raise InvalidField("kv_cache_dtype", reason)

@@ -87,7 +87,7 @@ class Follower:
             for each in message.taps
         }
         attention = self._attention.prepare(message.sequences)
-        context = StepContext(attention, self._cache, message.sequences, self._model.backend.network)
+        context = StepContext(attention, self._cache, message.sequences, self._model.backend.ops)
         tap = BatchTap(taps, frozenset()) if taps else None
         self._model(self._tensor([ids]), tap=tap, context=context, compute_logits=no_logits)
 

@@ -49,8 +49,8 @@ def find_backend(dtype: torch.dtype, d_head: int) -> Backend | None:
         return None
     level = chosen_level()
     assert level is not None, "a library was loaded"
-    network = CpuNetworkOps(kernels | rotations, paged_attention, edits)
-    return Backend(network, sampling, summaries, paged_attention, summaries.kernels, kernels=level.name)
+    ops = CpuNetworkOps(kernels | rotations, paged_attention, edits)
+    return Backend(ops, sampling, summaries, paged_attention, summaries.kernels, kernels=level.name)
 
 
 class CpuNetworkOps(CpuEdits):
@@ -63,7 +63,7 @@ class CpuNetworkOps(CpuEdits):
         self._kernels = kernels
         self._paged_attention = paged_attention
         self.batch_invariant = paged_attention is not None  # without it, PyTorch computes attention
-        self._torch: NetworkOps = TORCH.network
+        self._torch: NetworkOps = TORCH.ops
 
     def linear(
         self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, format: Format | None = None

@@ -45,11 +45,11 @@ def find_backend(dtype: torch.dtype, device: torch.device, *, invariant: bool) -
     if kernels is None:
         return None
     traces = GpuTraceKernels(kernels)
-    network = InvariantOps(kernels) if invariant else GpuNetworkOps(kernels)
+    ops = InvariantOps(kernels) if invariant else GpuNetworkOps(kernels)
     name = "triton, batch-invariant" if invariant else "triton"
     return replace(
         TORCH,
-        network=network,
+        ops=ops,
         sampling=GpuSamplingOps(kernels),
         summaries=GpuSummaryOps(traces),
         trace_kernels=traces,

@@ -63,7 +63,7 @@ class InvariantOps(GpuNetworkOps):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, rule: ScoreRule) -> Tensor:
         T, S = q.shape[1], k.shape[1]
         if mask is None or not T:
-            return TORCH.network.attend(q, k, v, mask, rule)
+            return TORCH.ops.attend(q, k, v, mask, rule)
         k, v = k.contiguous(), v.contiguous()
         positions = torch.arange(mask.start, mask.start + T, device=q.device)
         blocks = torch.arange(-(-S // BLOCK), device=q.device).expand(T, -1)

@@ -122,9 +122,7 @@ class BoundEdits:
         touching = (edit for edit in edits if edit.positions.touches(start, start + num_new))
         return any(edit.when is None or edit.find(range(start, start + num_new), state) for edit in touching)
 
-    def whole_pass(
-        self, ids: Sequence[int], rows: Sequence[int] | None = None, ops: NetworkOps = TORCH.network
-    ) -> EditTap:
+    def whole_pass(self, ids: Sequence[int], rows: Sequence[int] | None = None, ops: NetworkOps = TORCH.ops) -> EditTap:
         """The tap of one pass over a whole sequence; `rows` and `ops` are those of `tap`."""
         state = ConditionState(self.conditions)
         state.begin_pass(0, (), ids)
@@ -135,13 +133,13 @@ class BoundEdits:
         start: int,
         num_new: int,
         rows: Sequence[int] | None = None,
-        ops: NetworkOps = TORCH.network,
+        ops: NetworkOps = TORCH.ops,
         state: ConditionState | None = None,
     ) -> EditTap:
         """The tap of a pass over the positions `start .. start + num_new - 1`.
 
         `rows` are the indices of the positions whose logits are computed, by default all; stages with
-        `has_selected_rows` have only these rows. `ops` are the operations of the network (`network.backend.network`).
+        `has_selected_rows` have only these rows. `ops` are the operations of the network (`network.backend.ops`).
         If they are `batch_invariant`, no bit of the result depends on how a sequence is divided into passes. `state` is
         that of `is_active`.
         """

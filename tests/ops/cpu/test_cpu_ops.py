@@ -27,28 +27,28 @@ class TestOperations:
     @pytest.mark.parametrize("has_bias", [True, False])
     @pytest.mark.parametrize("rule", RULES)
     def test_norms_agree(self, dtype: torch.dtype, size: int, has_bias: bool, rule: NormRule) -> None:
-        ops = cpu_backend(dtype).network
+        ops = cpu_backend(dtype).ops
         torch.manual_seed(0)
         weight = torch.randn(size).to(dtype)
         bias = torch.randn(size).to(dtype) if has_bias else None
         wide = torch.randn(2, 5, 7, size + 3).to(dtype)
         for x in (wide[0, 0, :, :size], wide[..., :size], wide[:, :, 2:4, :size], wide[0, 0, 0, :size]):
-            exact = TORCH.network.norm(x.double(), weight.double(), None if bias is None else bias.double(), rule)
+            exact = TORCH.ops.norm(x.double(), weight.double(), None if bias is None else bias.double(), rule)
             self.check(ops.norm(x, weight, bias, rule), exact, dtype)
 
     def test_norms_with_a_weight_for_each_head_agree(self, dtype: torch.dtype) -> None:
-        ops, generator = cpu_backend(dtype).network, torch.Generator().manual_seed(0)
+        ops, generator = cpu_backend(dtype).ops, torch.Generator().manual_seed(0)
         weight = torch.randn(3, 20, generator=generator).to(dtype)
         heads = torch.randn(2, 5, 7, 20, generator=generator).to(dtype)
         for rule in RULES:
             for x in (heads[:, :, 2:5], heads[0, 0, :3]):
-                exact = TORCH.network.norm(x.double(), weight.double(), None, rule)
+                exact = TORCH.ops.norm(x.double(), weight.double(), None, rule)
                 self.check(ops.norm(x, weight, None, rule), exact, dtype)
                 self.check(
                     exact.to(dtype),
                     torch.stack(
                         [
-                            TORCH.network.norm(x[..., head, :].double(), weight[head].double(), None, rule)
+                            TORCH.ops.norm(x[..., head, :].double(), weight[head].double(), None, rule)
                             for head in range(3)
                         ],
                         dim=-2,
@@ -57,7 +57,7 @@ class TestOperations:
                 )
 
     def test_scales_and_softcaps_agree(self, dtype: torch.dtype) -> None:
-        ops = cpu_backend(dtype).network
+        ops = cpu_backend(dtype).ops
         x = torch.cat((torch.linspace(-200, 200, 3001), torch.linspace(-1, 1, 1001))).to(dtype)
         self.check(ops.scale(x, 0.22), 0.22 * x.double(), dtype)
         for cap in (1.0, 30.0):
@@ -67,7 +67,7 @@ class TestOperations:
 
     @pytest.mark.parametrize("d_head", [2, 16, 64, 72])
     def test_rotations_agree(self, dtype: torch.dtype, d_head: int) -> None:
-        ops = cpu_backend(dtype).network
+        ops = cpu_backend(dtype).ops
         torch.manual_seed(0)
         positions = torch.tensor([0, 1, 17, 4000])
         frequencies = 1 / 10000 ** (torch.arange(0, d_head, 2) / d_head)
@@ -76,25 +76,25 @@ class TestOperations:
             angles = (positions[:, None] * frequencies).double()  # the product is rounded to float32 first
             ones = torch.ones_like(angles)
             cos, sin = (torch.cat((half, half), -1)[:, None] for half in (angles.cos(), angles.sin()))
-            exact = TORCH.network.rotate(x.double(), (1.25 * cos, 1.25 * sin))
+            exact = TORCH.ops.rotate(x.double(), (1.25 * cos, 1.25 * sin))
             self.check(ops.rotate(x, ops.rotation(positions, frequencies, 1.25, dtype)), exact, dtype)
             by_position = frequencies * ones.float()  # (T, D/2): frequencies for each position
             self.check(ops.rotate(x, ops.rotation(positions, by_position, 1.25, dtype)), exact, dtype)
 
     @pytest.mark.parametrize("rotary_dim", [2, 20, 32, 62])
     def test_a_rotation_of_some_dims_leaves_the_others_as_they_are(self, dtype: torch.dtype, rotary_dim: int) -> None:
-        ops = cpu_backend(dtype).network
+        ops = cpu_backend(dtype).ops
         positions = torch.tensor([0, 3, 900])
         frequencies = 1 / 100 ** (torch.arange(0, rotary_dim, 2) / rotary_dim)
         x = torch.randn(1, 3, 5, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
         found = ops.rotate(x, ops.rotation(positions, frequencies, 1.0, dtype))
         alone = ops.rotate(x[..., :rotary_dim].contiguous(), ops.rotation(positions, frequencies, 1.0, dtype))
         assert torch.equal(found, torch.cat((alone, x[..., rotary_dim:]), dim=-1))
-        exact = TORCH.network.rotation(positions, frequencies, 1.0, torch.float32)
-        self.check(found, TORCH.network.rotate(x.float(), exact).double(), dtype)
+        exact = TORCH.ops.rotation(positions, frequencies, 1.0, torch.float32)
+        self.check(found, TORCH.ops.rotate(x.float(), exact).double(), dtype)
 
     def test_queries_and_keys_rotate_together_as_they_do_alone(self, dtype: torch.dtype) -> None:
-        ops = cpu_backend(dtype).network
+        ops = cpu_backend(dtype).ops
         rotation = ops.rotation(torch.tensor([0, 3, 900]), 1 / 100 ** (torch.arange(0, 12, 2) / 12), 1.0, dtype)
         qkv = torch.randn(2, 3, 7, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
         neighbours = qkv[:, :, :4], qkv[:, :, 4:6]
@@ -105,21 +105,21 @@ class TestOperations:
     def test_each_token_gets_the_rotation_for_the_length_of_its_sequence(self, dtype: torch.dtype) -> None:
         short, long = ((cos, sin) for cos, sin in (torch.randn(2, 4, 3).unbind() for _ in range(2)))
         lengths = torch.tensor([10, 11, 1, 5000])
-        found = cpu_backend(dtype).network.select_rotation(short, long, lengths, 10)
+        found = cpu_backend(dtype).ops.select_rotation(short, long, lengths, 10)
         for mine, own_short, own_long in zip(found, short, long, strict=True):
             assert torch.equal(mine, torch.stack((own_short[0], own_long[1], own_short[2], own_long[3])))
 
     @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
     def test_activations_agree(self, dtype: torch.dtype, activation: Activation) -> None:
-        ops = cpu_backend(dtype).network
+        ops = cpu_backend(dtype).ops
         both = torch.cat((torch.linspace(-120, 120, 401), torch.linspace(-5, 5, 401))).repeat(3, 1).to(dtype)
         pre, linear = both[:, :401], both[:, 401:]
-        self.check(ops.activate(activation, pre), TORCH.network.activate(activation, pre.double()), dtype)
-        gated = TORCH.network.activate(activation, pre.double(), linear.double())
+        self.check(ops.activate(activation, pre), TORCH.ops.activate(activation, pre.double()), dtype)
+        gated = TORCH.ops.activate(activation, pre.double(), linear.double())
         self.check(ops.activate(activation, pre, linear), gated, dtype)
 
     def test_addition_and_embedding_are_exact_and_check_the_ids(self, dtype: torch.dtype) -> None:
-        ops = cpu_backend(dtype).network
+        ops = cpu_backend(dtype).ops
         a, b = (torch.randn(3, 4001).to(dtype) for _ in range(2))
         assert torch.equal(ops.add(a, b), a + b)
         assert torch.equal(ops.add(a.T, b.T), (a + b).T)
@@ -149,13 +149,13 @@ class TestOperations:
     def test_norm_stages_agree_and_the_result_is_bitwise_equal(
         self, dtype: torch.dtype, has_bias: bool, rule: NormRule
     ) -> None:
-        ops = cpu_backend(dtype).network
+        ops = cpu_backend(dtype).ops
         generator = torch.Generator().manual_seed(0)
         x = 3 + torch.randn(2, 5, 33, generator=generator).to(dtype)
         weight, bias = torch.randn(2, 33, generator=generator).to(dtype)
         parameters = (weight, bias if has_bias else None)
         exact_bias = bias.double() if has_bias else None
-        exact = TORCH.network.norm_stages(x.double(), weight.double(), exact_bias, rule)
+        exact = TORCH.ops.norm_stages(x.double(), weight.double(), exact_bias, rule)
         scale, normalized, out = ops.norm_stages(x, *parameters, rule)
         torch.testing.assert_close(scale.double(), exact[0], atol=0, rtol=2**-21)
         self.check(normalized, exact[1], dtype)
@@ -232,12 +232,12 @@ class TestOperations:
     def test_scores_and_pattern_agree(
         self, dtype: torch.dtype, num_new: int, window: int | None, rule: ScoreRule
     ) -> None:
-        ops, S = cpu_backend(dtype).network, num_new + 4
+        ops, S = cpu_backend(dtype).ops, num_new + 4
         heads = torch.randn(2, S, 24, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
         q, k, v = heads[:, 4:, :12], heads[:, :, 12:18], heads[:, :, 18:]
         mask = CausalMask(4, num_new, window, q.device)
         found = ops.attention_scores(q, k, mask, rule)
-        exact = TORCH.network.attention_scores(q.double(), k.double(), mask, rule)
+        exact = TORCH.ops.attention_scores(q.double(), k.double(), mask, rule)
         for ours, theirs in zip(found, exact, strict=True):
             tolerance = 2**-18 + 2 * ROUNDING[dtype]
             torch.testing.assert_close(ours.double(), theirs, atol=tolerance, rtol=tolerance)
@@ -247,10 +247,10 @@ class TestOperations:
 
     @pytest.mark.parametrize("window", [None, 3])
     def test_attention_over_rows_of_equal_length_agrees(self, dtype: torch.dtype, window: int | None) -> None:
-        ops = cpu_backend(dtype).network
+        ops = cpu_backend(dtype).ops
         torch.manual_seed(0)
         qkv = torch.randn(3, 9, 8, 16).to(dtype)
         q, k, v = qkv[:, 4:, :4], qkv[:, :, 4:6], qkv[:, :, 6:]
         mask = CausalMask(4, 5, window, q.device)
-        exact = TORCH.network.attend(q.double(), k.double(), v.double(), mask, ScoreRule(0.3))
+        exact = TORCH.ops.attend(q.double(), k.double(), v.double(), mask, ScoreRule(0.3))
         self.check(ops.attend(q, k, v, mask, ScoreRule(0.3)), exact, dtype)

@@ -69,7 +69,7 @@ def test_edited_rows_agree_with_pytorch_and_others_keep_their_bits(
     x = layout(size, dtype)
     before = x.clone()
     edit = edit_of(name, x, shared=shared)
-    found = cpu_backend(dtype).network.edit_rows(x, [edit])
+    found = cpu_backend(dtype).ops.edit_rows(x, [edit])
     expected = edit_rows(x, [edit])
     assert torch.equal(x, before)
     assert found.is_contiguous()
@@ -86,7 +86,7 @@ def test_edited_rows_agree_with_pytorch_and_others_keep_their_bits(
 def test_single_numbers_are_edited_as_pytorch_does_it(name: str, dtype: torch.dtype) -> None:
     x = flat(45, dtype)
     edit = edit_of(name, x.unsqueeze(-1), shared=False, is_per_number=True)
-    found = cpu_backend(dtype).network.edit_rows(x, [edit])
+    found = cpu_backend(dtype).ops.edit_rows(x, [edit])
     assert torch.equal(found, edit_rows(x, [edit]))
     assert (found != x).sum() > 0
     assert torch.equal(found[..., 5:], x[..., 5:]), "only the numbers 4, 0 and 1 are changed"
@@ -96,7 +96,7 @@ def test_single_numbers_are_edited_as_pytorch_does_it(name: str, dtype: torch.dt
 def test_a_batch_is_edited_row_by_row(dtype: torch.dtype) -> None:
     x = randn(3, 5, 24, dtype=dtype)
     edit = edits_of(torch.tensor([1, 4]), RowEdit(rule=EditRule("project"), vectors=randn(1, 1, 24, seed=1) / 5))
-    ops = cpu_backend(dtype).network
+    ops = cpu_backend(dtype).ops
     found = ops.edit_rows(x, [edit])
     assert torch.equal(found, torch.cat([ops.edit_rows(row[None], [edit]) for row in x]))
 
@@ -105,7 +105,7 @@ def test_a_batch_is_edited_row_by_row(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_no_bit_of_a_row_depends_on_the_other_rows(name: str, dtype: torch.dtype) -> None:
     """Four thousand rows are divided among many tasks."""
-    ops = cpu_backend(dtype).network
+    ops = cpu_backend(dtype).ops
     x = randn(1, 4000, 45, dtype=dtype)
     rule, takes_vectors = RULES[name]
     edit = RowEdit(rule=rule, vectors=randn(1, 1, 45, seed=1) if takes_vectors else None)
@@ -121,7 +121,7 @@ def test_several_edits_are_applied_in_order_and_each_is_rounded_once(dtype: torc
     x, rows = randn(1, 3, 20, dtype=dtype), torch.tensor([0, 2])
     edits = [RowEdit(rule=EditRule("add", 1e-3)), RowEdit(rule=EditRule("scale", 3.3))]
     edited = [edits_of(rows, *edits)] if together else [edits_of(rows, each) for each in edits]
-    found = cpu_backend(dtype).network.edit_rows(x, edited)
+    found = cpu_backend(dtype).ops.edit_rows(x, edited)
     expected = ((x.float() + torch.tensor(1e-3)).to(dtype).float() * torch.tensor(3.3)).to(dtype)
     assert torch.equal(found[:, rows], expected[:, rows])
     assert torch.equal(edit_rows(x, edited)[:, rows], expected[:, rows])
@@ -130,7 +130,7 @@ def test_several_edits_are_applied_in_order_and_each_is_rounded_once(dtype: torc
 @every_dtype
 def test_a_series_of_all_kinds_has_the_bits_of_its_edits_one_after_the_other(dtype: torch.dtype) -> None:
     """They differ in the heads, numbers and vectors that they take."""
-    ops, x, rows = cpu_backend(dtype).network, randn(1, 7, 45, dtype=dtype), torch.tensor([6, 0, 3])
+    ops, x, rows = cpu_backend(dtype).ops, randn(1, 7, 45, dtype=dtype), torch.tensor([6, 0, 3])
     alone = [edit_of(name, x, shared=True).series.edits[0] for name in RULES]
     numbers = RowEdit(rule=EditRule("scale", 2.0), heads=torch.tensor([44, 3]), is_per_number=True)
     edits = [*alone, numbers, replace(numbers, rule=EditRule("set"), vectors=randn(1, 2, 1, seed=2)), *alone]
@@ -144,13 +144,13 @@ def test_a_series_of_all_kinds_has_the_bits_of_its_edits_one_after_the_other(dty
 def test_nan_stays_nan(kind: RuleKind) -> None:
     x = torch.full((1, 2, 16), torch.nan)
     edit = RowEdit(rule=EditRule(kind, -1.0, 1.0), vectors=torch.ones(1, 1, 16) / 4)
-    assert cpu_backend(torch.float32).network.edit_rows(x, [edits_of(torch.tensor([1]), edit)]).isnan().all()
+    assert cpu_backend(torch.float32).ops.edit_rows(x, [edits_of(torch.tensor([1]), edit)]).isnan().all()
 
 
 def test_a_stage_in_float64_is_edited_with_exact_vectors() -> None:
     vector = torch.tensor([[[1 / 3, 2 / 7]]], dtype=torch.float64)
     edit = RowEdit(rule=EditRule("set"), vectors=vector.float(), exact=vector)
-    ops, x = cpu_backend(torch.float32).network, torch.zeros(1, 2, 2, dtype=torch.float64)
+    ops, x = cpu_backend(torch.float32).ops, torch.zeros(1, 2, 2, dtype=torch.float64)
     assert torch.equal(ops.edit_rows(x, [edits_of(torch.tensor([1]), edit)])[0, 1], vector[0, 0])
 
 
@@ -171,7 +171,7 @@ def test_every_kind_of_rule_has_its_own_arithmetic() -> None:
 @every_dtype
 def test_an_applied_pattern_agrees_with_pytorch_in_every_division_into_passes(dtype: torch.dtype) -> None:
     """A query of a short pass has fewer keys than in a long one, where later keys have the weight 0."""
-    ops = cpu_backend(dtype).network
+    ops = cpu_backend(dtype).ops
     pattern = randn(2, 6, 9, 40).softmax(-1).tril(31).to(dtype)
     v = randn(2, 40, 2, 48, dtype=dtype)
     found = ops.apply_pattern(pattern, v)
@@ -186,12 +186,12 @@ def test_values_of_keys_with_the_weight_0_do_not_matter() -> None:
     """Keys that a query does not see may have any values, because a later position is edited, for example."""
     pattern, v = torch.tensor([0.5, 0.5, 0.0]).view(1, 1, 1, 3), torch.ones(1, 3, 1, 16)
     v[:, 2] = math.inf
-    assert (cpu_backend(torch.float32).network.apply_pattern(pattern, v) == 1).all()
+    assert (cpu_backend(torch.float32).ops.apply_pattern(pattern, v) == 1).all()
 
 
 @every_dtype
 def test_a_softmax_of_scores_agrees_with_pytorch_in_every_division_into_passes(dtype: torch.dtype) -> None:
-    ops = cpu_backend(dtype).network
+    ops = cpu_backend(dtype).ops
     scores = (4 * randn(2, 6, 9, 40)).to(dtype)
     hidden = torch.ones(9, 40, dtype=torch.bool).triu(32)
     scores = scores.masked_fill(hidden, -math.inf)

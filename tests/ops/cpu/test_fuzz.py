@@ -64,7 +64,7 @@ def check(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 def test_elementwise(rng: random.Random, dtype: torch.dtype) -> None:
-    ours, theirs = cpu_backend(dtype).network, TORCH.network
+    ours, theirs = cpu_backend(dtype).ops, TORCH.ops
     shape = (rng.randint(1, 3), rng.randint(1, 9), rng.randint(1, 70))
     a, b = strided(rng, shape, dtype), strided(rng, shape, dtype)
     check(ours.add(a, b), theirs.add(a, b), dtype)
@@ -79,7 +79,7 @@ def test_elementwise(rng: random.Random, dtype: torch.dtype) -> None:
 
 
 def test_norm(rng: random.Random, dtype: torch.dtype) -> None:
-    ours, theirs = cpu_backend(dtype).network, TORCH.network
+    ours, theirs = cpu_backend(dtype).ops, TORCH.ops
     heads = rng.choice((None, 1, 3))
     size = rng.randint(1, 70)
     shape = (rng.randint(1, 3), rng.randint(1, 9), *(() if heads is None else (heads,)), size)
@@ -93,7 +93,7 @@ def test_norm(rng: random.Random, dtype: torch.dtype) -> None:
 
 
 def test_rotary_positions(rng: random.Random, dtype: torch.dtype) -> None:
-    ours, theirs = cpu_backend(dtype).network, TORCH.network
+    ours, theirs = cpu_backend(dtype).ops, TORCH.ops
     B, T, H, half = rng.randint(1, 3), rng.randint(1, 9), rng.randint(1, 3), rng.randint(1, 20)
     positions = torch.randint(0, 50, (T,))
     frequencies = torch.rand(half)
@@ -120,7 +120,7 @@ def test_linear(rng: random.Random, dtype: torch.dtype, format: WeightFormat | N
         assert torch.equal(packed.scales.view(torch.uint8).flatten(), part.scales.view(torch.uint8).flatten())
     for M in (1, rng.randint(2, 12), rng.randint(13, 60)):
         x = strided(rng, (M, K), dtype)
-        expected = TORCH.network.linear(weight, bias, dtype)(x).float()
+        expected = TORCH.ops.linear(weight, bias, dtype)(x).float()
         found = layer(x).float()
         assert found.shape == expected.shape
         error = (found - expected).norm() / expected.norm().clamp(min=1.0)
@@ -183,11 +183,11 @@ def test_attention(rng: random.Random, dtype: torch.dtype) -> None:
         slots = torch.tensor([blocks[row, i // size] * size + i % size for i in range(length)])
         kernels.write(k, v, keys, values, slots)
         mask = CausalMask(start, count, window, CPU)
-        expected.append(TORCH.network.attend(q[None], k[None], v[None], mask, rule)[0])
+        expected.append(TORCH.ops.attend(q[None], k[None], v[None], mask, rule)[0])
         queries.append(q)
         scores = zip(
             kernels.attention_scores(q[None], k[None], mask, rule),
-            TORCH.network.attention_scores(q[None], k[None], mask, rule),
+            TORCH.ops.attention_scores(q[None], k[None], mask, rule),
             strict=True,
         )
         for mine, reference in scores:
@@ -202,7 +202,7 @@ def test_attention(rng: random.Random, dtype: torch.dtype) -> None:
 
 
 def test_edits_and_patterns(rng: random.Random, dtype: torch.dtype) -> None:
-    ours, theirs = cpu_backend(dtype).network, TORCH.network
+    ours, theirs = cpu_backend(dtype).ops, TORCH.ops
     T, H, D = rng.randint(1, 9), rng.randint(1, 4), rng.randint(1, 40)
     x = strided(rng, (1, T, H, D), dtype)
     rows = torch.tensor(rng.sample(range(T), rng.randint(1, T)))

@@ -121,7 +121,7 @@ def test_pytorch_computes_layers_of_other_dtypes_and_of_odd_sizes() -> None:
         layer.requires_grad_(False)
         assert pack_linear(layer.weight, layer.bias, layer.weight.dtype) is None
         backend = cpu_backend(torch.float32)
-        built = backend.network.linear(layer.weight, layer.bias, layer.weight.dtype)
+        built = backend.ops.linear(layer.weight, layer.bias, layer.weight.dtype)
         assert isinstance(built, nn.Linear)
         x = torch.randn(3, layer.in_features, dtype=layer.weight.dtype)
         assert torch.equal(built(x), layer(x))

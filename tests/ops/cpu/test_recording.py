@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 class TestRecording:
     def test_a_replay_computes_with_the_current_inputs(self) -> None:
-        operations = cpu_backend(torch.float32).network
+        operations = cpu_backend(torch.float32).ops
         a, b = torch.ones(5), torch.ones(5)
         recording = Recording(RecordingMemory())
         with recording.record():
@@ -37,7 +37,7 @@ class TestRecording:
     def test_a_computation_by_pytorch_makes_a_recording_incomplete_and_a_view_does_not(
         self, compute: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        operations, a = cpu_backend(torch.float32).network, torch.ones(6)
+        operations, a = cpu_backend(torch.float32).ops, torch.ones(6)
         for function, is_complete in ((lambda x: x.view(2, 3).flatten()[2:4], True), (compute, False)):
             recording = Recording(RecordingMemory())
             with torch.inference_mode(), recording.record():
@@ -46,7 +46,7 @@ class TestRecording:
 
     def test_recordings_share_memory_which_grows_as_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(recording_module, "CHUNK", 256)
-        operations, memory = cpu_backend(torch.float32).network, RecordingMemory()
+        operations, memory = cpu_backend(torch.float32).ops, RecordingMemory()
         for _ in range(2):
             recording, ones = Recording(memory), [torch.ones(size) for size in (10, 50, 200, 10)]
             with recording.record():
@@ -76,7 +76,7 @@ def test_idle_kernel_threads_use_little_cpu_time(monkeypatch: pytest.MonkeyPatch
     ones = torch.ones(1 << 16)
 
     def idle_seconds() -> float:
-        cpu_backend(torch.float32).network.add(ones, ones)
+        cpu_backend(torch.float32).ops.add(ones, ones)
         before = time.process_time()
         time.sleep(0.5)
         return time.process_time() - before
@@ -91,7 +91,7 @@ import torch
 from model.ops.cpu.cpu_ops import find_backend
 
 logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
-operations = find_backend(torch.float32, 16).network
+operations = find_backend(torch.float32, 16).ops
 ones = torch.ones(1 << 16)
 operations.add(ones, ones)  # allocates what a call needs
 torch.get_num_threads = lambda: 4
