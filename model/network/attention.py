@@ -40,7 +40,7 @@ class AttentionContext(Protocol):
         """Called after the last layer: the new tokens now count as computed."""
 
 
-def attend(
+def probed_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -54,7 +54,7 @@ def attend(
 
     q (B, T, H, D), k and v (B, S, Hkv, D) -> z (B, T, H, D). Without a mask every query sees every key.
     """
-    z = ops.attend(q, k, v, mask, rule)
+    z = ops.fused_attention(q, k, v, mask, rule)
     if probe.wants("scores", "attn_scores", "pattern"):
         z = trace_attention(q, k, v, z, mask, probe, rule=rule, ops=ops)
     return probe("z", z)
@@ -151,7 +151,7 @@ class DenseContext:
         if self._cache is not None:
             k, v = self._cache.append(layer, k, v)
         mask = self._masks[self._config.window_of(layer)]
-        return attend(q, k, v, mask, probe, rule=score_rule(self._config), ops=self._ops)
+        return probed_attention(q, k, v, mask, probe, rule=score_rule(self._config), ops=self._ops)
 
     def finish(self) -> None:
         if self._cache is not None:

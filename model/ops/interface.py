@@ -133,13 +133,13 @@ class NetworkOps(Protocol):
     def activate(self, activation: Activation, pre: Tensor, linear: Tensor | None = None) -> Tensor:
         """activation(pre), multiplied by `linear` in a gated network."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, rule: ScoreRule) -> Tensor:
+    def fused_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, rule: ScoreRule) -> Tensor:
         """softmax(scores + mask) v: q (B, T, H, D), k and v (B, S, Hkv, D) -> (B, T, H, D)."""
 
     def attention_scores(
         self, q: Tensor, k: Tensor, mask: CausalMask | None, rule: ScoreRule
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The values that `attend` never stores, each (B, H, T, S): scores, masked scores and their softmax."""
+        """The values that `fused_attention` skips, each (B, H, T, S): scores, masked scores and their softmax."""
 
     def softmax(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
         """Softmax over the last dim, computed in at least float32 and rounded to `dtype`."""

@@ -121,7 +121,7 @@ class TorchNetworkOps:
         return post if linear is None else post * linear
 
     softcap, softmax = staticmethod(softcap), staticmethod(softmax)
-    attend, attention_scores = staticmethod(fused_attention), staticmethod(attention_scores)
+    fused_attention, attention_scores = staticmethod(fused_attention), staticmethod(attention_scores)
     apply_pattern, edit_rows = staticmethod(apply_pattern), staticmethod(edit_rows)
 
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from model.network.attention import attend
+from model.network.attention import probed_attention
 from model.ops.torch_attention import ScoreRule
 from model.ops.torch_ops import ACTIVATIONS
 from model.tracing.stages import HIDDEN, OUTPUT_STAGES, RESIDUAL, Stage, norm_stages
@@ -217,7 +217,7 @@ class ATokensJourney(WorkedExample):
         q = attn("q", project_heads(x, self.W_q))  # (1, T, H, D)
         k = attn("k", project_heads(x, self.W_k))
         v = attn("v", project_heads(x, self.W_v))
-        z = attend(q, k, v, None, attn, rule=ScoreRule(1.0))
+        z = probed_attention(q, k, v, None, attn, rule=ScoreRule(1.0))
         x = block("resid_mid", x + block("attn_out", z.flatten(2) @ self.W_o))
 
         pre = mlp("pre", self.ln2(x, block.at("ln2")) @ self.W_1)

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.network.attention import attend
+from model.network.attention import probed_attention
 from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import ACTIVATIONS
 from model.tracing.stages import HIDDEN, OUTPUT_STAGES, RESIDUAL, Stage, norm_stages
@@ -248,7 +248,7 @@ class AIRocks(WorkedExample):
         k = attn("k", project_heads(y, self.W_K))
         v = attn("v", project_heads(y, self.W_V))
         mask = CausalMask(0, ids.shape[1], None, ids.device)
-        z = attend(q, k, v, mask, attn, rule=ScoreRule(self.d_head**-0.5))
+        z = probed_attention(q, k, v, mask, attn, rule=ScoreRule(self.d_head**-0.5))
         x = block("resid_mid", shortcut + block("attn_out", z.flatten(2) @ self.W_O))
 
         y = self.ln2(x, block.at("ln2"))

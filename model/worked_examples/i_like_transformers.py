@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from model.network.attention import attend
+from model.network.attention import probed_attention
 from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import ACTIVATIONS
 from model.tracing.stages import HIDDEN, OUTPUT_STAGES, RESIDUAL, Stage, norm_stages
@@ -137,7 +137,7 @@ class ILikeTransformers(WorkedExample):
         k = attn("k", project_heads(x, self.W_K))
         v = attn("v", project_heads(x, self.W_V))
         mask = CausalMask(0, ids.shape[1], None, ids.device)
-        z = attend(q, k, v, mask, attn, rule=ScoreRule(self.d_head**-0.5))
+        z = probed_attention(q, k, v, mask, attn, rule=ScoreRule(self.d_head**-0.5))
         x = block("attn_out", z.flatten(2) @ self.W_O.mT)
 
         post = mlp("post", ACTIVATIONS["gelu_tanh"](mlp("pre", x @ self.W1.mT + self.b1)))

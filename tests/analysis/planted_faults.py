@@ -153,7 +153,7 @@ def read_kv_heads_in_turn(network: Transformer) -> None:
     order = [head % network.config.num_kv_heads for head in range(network.config.num_heads)]
     use_ops(
         network,
-        attend=lambda q, k, v, *rest: torch_ops.attend(q, k[:, :, order], v[:, :, order], *rest),
+        fused_attention=lambda q, k, v, *rest: torch_ops.fused_attention(q, k[:, :, order], v[:, :, order], *rest),
         attention_scores=lambda q, k, *rest: torch_ops.attention_scores(q, k[:, :, order], *rest),
     )
 
@@ -173,7 +173,7 @@ def see_the_future(network: Transformer) -> None:
     torch_ops = TorchNetworkOps()
     use_ops(
         network,
-        attend=lambda q, k, v, mask, rule: torch_ops.attend(q, k, v, None, rule),
+        fused_attention=lambda q, k, v, mask, rule: torch_ops.fused_attention(q, k, v, None, rule),
         attention_scores=lambda q, k, mask, rule: torch_ops.attention_scores(q, k, None, rule),
     )
 

@@ -12,7 +12,7 @@ from model.ops.gpu.backend import load_kernels
 from model.ops.gpu.gpu_ops import ARGMAX_BLOCK, GpuNetworkOps, GpuSamplingOps
 from model.ops.gpu.gpu_summaries import GpuGatherCopy, GpuSummaryCalls, GpuSummaryOps, GpuTraceKernels
 from model.ops.gpu.invariant import InvariantLinear
-from model.ops.gpu.paged_attention import CHUNK, PagedKeys, attend, step_scores
+from model.ops.gpu.paged_attention import CHUNK, PagedKeys, step_scores, store_and_attend
 from model.ops.interface import NormRule
 from model.ops.summary import summarize
 from model.ops.torch_attention import CausalMask, ScoreRule, fused_attention
@@ -152,7 +152,7 @@ def test_attention(
     def run(rows: list[int], num_columns: int = 64) -> Tensor:
         table = tables[rows, :num_columns].contiguous()
         paged = PagedKeys(keys, values, table, positions[rows], block_size, window, rule)
-        return attend(ops.kernels, q[rows], k[rows], v[rows], paged)
+        return store_and_attend(ops.kernels, q[rows], k[rows], v[rows], paged)
 
     together = run(list(range(len(lengths))))
     assert_same(together, torch.cat(expected))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.network.attention import DenseContext, attend, trace_attention
+from model.network.attention import DenseContext, probed_attention, trace_attention
 from model.ops.torch_attention import CausalMask, ScoreRule, apply_pattern, folded_attention, fused_attention
 from model.ops.torch_ops import TORCH, TorchNetworkOps
 from model.tracing.stages import PATTERN, Stage
@@ -136,11 +136,11 @@ def test_fused_and_traced_attention_equal_the_formula(
 def test_without_a_mask_every_query_sees_every_key() -> None:
     q, k, v = random_qkv(6, 2, 3, 7)
     expected = formula(q, k, v, None)
-    assert_equal_but_for_rounding(attend(q, k, v, None, Probe(None), rule=ScoreRule(SCALE)), expected)
+    assert_equal_but_for_rounding(probed_attention(q, k, v, None, Probe(None), rule=ScoreRule(SCALE)), expected)
     recorder = Recorder([Stage("pattern", PATTERN)])
     assert torch.equal(
-        attend(q, k, v, None, Probe(recorder), rule=ScoreRule(SCALE)),
-        attend(q, k, v, None, Probe(None), rule=ScoreRule(SCALE)),
+        probed_attention(q, k, v, None, Probe(recorder), rule=ScoreRule(SCALE)),
+        probed_attention(q, k, v, None, Probe(None), rule=ScoreRule(SCALE)),
     )
     assert_equal_but_for_rounding(apply_pattern(recorder.kept["pattern"], v), expected)
 
@@ -154,17 +154,17 @@ def halve_the_first_key(tensor: Tensor) -> Tensor:
 def test_an_edit_of_scores_or_pattern_changes_the_weights_of_the_values(stage: str, window: int | None) -> None:
     q, k, v = random_qkv(6, 2, 5, 5)
     mask = CausalMask(0, 5, window, q.device)
-    found = attend(q, k, v, mask, Probe(Editor({stage: halve_the_first_key})), rule=ScoreRule(SCALE))
+    found = probed_attention(q, k, v, mask, Probe(Editor({stage: halve_the_first_key})), rule=ScoreRule(SCALE))
     edit: dict[str, Callable[[Tensor], Tensor]] = {stage: halve_the_first_key}
     scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(3, 2)) * SCALE
     scores = edit.get("scores", torch.clone)(scores).masked_fill(~visible_by_definition(0, 5, window), -math.inf)
     pattern = edit.get("pattern", torch.clone)(edit.get("attn_scores", torch.clone)(scores).softmax(-1))
     expected = torch.einsum("bhts,bshd->bthd", pattern, v.repeat_interleave(3, 2))
     assert_equal_but_for_rounding(found, expected)
-    plain = attend(q, k, v, mask, Probe(None), rule=ScoreRule(SCALE))
+    plain = probed_attention(q, k, v, mask, Probe(None), rule=ScoreRule(SCALE))
     assert (found - plain).abs().max() > 1e-3
     assert_equal_but_for_rounding(
-        attend(q, k, v, mask, Probe(Editor({stage: torch.clone})), rule=ScoreRule(SCALE)), plain
+        probed_attention(q, k, v, mask, Probe(Editor({stage: torch.clone})), rule=ScoreRule(SCALE)), plain
     )
 
 
@@ -188,10 +188,10 @@ def test_queries_and_heads_whose_pattern_is_not_changed_keep_their_bits(stage: s
     q, k, v = random_qkv(6, 2, 5, 5)
     mask, recorder = CausalMask(0, 5, None, q.device), Recorder([Stage("pattern", PATTERN)])
     tap, rule = Chain(Editor({stage: change}), recorder), ScoreRule(SCALE)
-    found = attend(q, k, v, mask, Probe(tap), rule=rule, ops=OtherRounding())
+    found = probed_attention(q, k, v, mask, Probe(tap), rule=rule, ops=OtherRounding())
     is_changed = torch.zeros(3, 5, 6, dtype=torch.bool)
     is_changed[:, 3, 4] = True
-    plain = attend(q, k, v, mask, Probe(None), rule=rule)
+    plain = probed_attention(q, k, v, mask, Probe(None), rule=rule)
     assert torch.equal((found != plain).any(-1), is_changed)
     pattern = TORCH.ops.attention_scores(q, k, mask, rule)[2]
     assert torch.equal((recorder.kept["pattern"] != pattern).any(-1).mT, is_changed)

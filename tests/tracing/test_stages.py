@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.network.attention import attend
+from model.network.attention import probed_attention
 from model.network.norms import Norm
 from model.network.transformer import Transformer
 from model.ops.torch_attention import CausalMask, ScoreRule
@@ -624,6 +624,6 @@ def test_traced_attention_in_float16_does_not_overflow_where_fused_attention_doe
     k = q * torch.tensor([1.0, -1.0]).half().view(1, 2, 1, 1)
     recorder = Recorder([Stage("scores", PATTERN)])
     mask = CausalMask(0, 2, None, q.device)
-    traced = attend(q, k, v, mask, Probe(recorder), rule=ScoreRule(64**-0.5))
+    traced = probed_attention(q, k, v, mask, Probe(recorder), rule=ScoreRule(64**-0.5))
     assert recorder.kept["scores"].isfinite().all()
-    torch.testing.assert_close(traced, attend(q, k, v, mask, Probe(None), rule=ScoreRule(64**-0.5)))
+    torch.testing.assert_close(traced, probed_attention(q, k, v, mask, Probe(None), rule=ScoreRule(64**-0.5)))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from model.analysis.compare.hint import Hint
 from model.checkpoints.streamed import StoredTableOps
 from model.config import ModelConfig
-from model.network.attention import attend, score_rule
+from model.network.attention import probed_attention, score_rule
 from model.network.norms import Norm, block_norm
 from model.network.rotary import Rotations
 from model.network.transformer import Block, Transformer
@@ -95,7 +95,7 @@ class ChangedContext:
         if self.change.tiles_kv:
             repeats = q.shape[2] // k.shape[2]
             k, v = k.repeat(1, 1, repeats, 1), v.repeat(1, 1, repeats, 1)
-        z = attend(q, k, v, mask, probe, rule=score_rule(self.config), ops=self.ops)
+        z = probed_attention(q, k, v, mask, probe, rule=score_rule(self.config), ops=self.ops)
         return z if self.change.mixes_heads is None else self.change.mixes_heads(z)
 
     def finish(self) -> None:

@@ -55,7 +55,7 @@ class GatheredStep:
             window: plan_reads(sequences, window, cache.block_size, cache.device) for window in set(cache.windows)
         }
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def store_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache = self._cache
         cache.write(layer, self._slots, k, v)
         z = torch.empty_like(q)

@@ -14,7 +14,7 @@ from model.engine.attention.interface import AttentionBackend, PlannedSequence, 
 from model.engine.cache import PagedCache
 from model.engine.recorded_trace import room_for_keys
 from model.ops.gpu.gpu_ops import GpuNetworkOps
-from model.ops.gpu.paged_attention import MAX_HEAD, PagedKeys, attend, step_scores
+from model.ops.gpu.paged_attention import MAX_HEAD, PagedKeys, step_scores, store_and_attend
 from model.ops.gpu.recording import GraphMemory, GraphRecording
 from model.ops.interface import NetworkOps
 
@@ -79,9 +79,9 @@ class GpuRowsStep:
         rows = [row for row, each in enumerate(sequences) for _ in range(each.num_new)]
         self._blocks = torch.tensor(tables, device=cache.device)[torch.tensor(rows, device=cache.device)]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def store_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._cache.write(layer, self._slots, k, v)
-        return attend(self._kernels, q, k, v, paged_keys(self._cache, layer, self._blocks, self.positions))
+        return store_and_attend(self._kernels, q, k, v, paged_keys(self._cache, layer, self._blocks, self.positions))
 
 
 class GpuDecodeStep:
@@ -110,8 +110,8 @@ class GpuDecodeStep:
             blocks[row, : len(each.sequence.blocks)] = each.sequence.blocks
         self._device.copy_(self._host, non_blocking=True)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(self._kernels, q, k, v, self._paged_keys(layer))
+    def store_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return store_and_attend(self._kernels, q, k, v, self._paged_keys(layer))
 
     def scores(self, layer: int, sequence: int, q: Tensor, max_keys: int) -> tuple[Tensor, Tensor, Tensor]:
         """Like `PagedStep.scores`."""

@@ -61,7 +61,7 @@ class StepAttention(Protocol):
     lengths: Tensor
     """(N,) int64: the number of tokens that the sequence of each new token has."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def store_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v (N, Hkv, D) of the new tokens in the cache, then attend: q (N, H, D) -> (N, H, D)."""
 
 

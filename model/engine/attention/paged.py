@@ -91,14 +91,14 @@ class PagedStep:
             return cu_seqlens(lengths + empty), starts + empty
         return cu_seqlens(lengths), starts
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def store_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache = self._cache
         keys, values = cache.keys(layer), cache.values(layer)
         self._kernels.write(k, v, keys, values, self._slots)
-        return self._kernels.attend(q, keys, values, self._read, cache.windows[layer], cache.score_rule)
+        return self._kernels.attend_blocks(q, keys, values, self._read, cache.windows[layer], cache.score_rule)
 
     def scores(self, layer: int, sequence: int, q: Tensor, max_keys: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`PagedAttention.step_scores` of one sequence, whose keys were stored by `attend`."""
+        """`PagedAttention.step_scores` of one sequence, whose keys were stored by `store_and_attend`."""
         cache = self._cache
         rule, window = cache.score_rule, cache.windows[layer]
         return self._kernels.step_scores(q, cache.keys(layer), self._read, sequence, max_keys, window, rule)

@@ -50,7 +50,7 @@ class StepContext:
         self._ops = ops
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe) -> Tensor:
-        z = self._attention.attend(layer, q[0], k[0], v[0])[None]
+        z = self._attention.store_and_attend(layer, q[0], k[0], v[0])[None]
         if probe.wants(*TRACED):
             for index, tap, sequence_probe in probe.sequences():
                 if not sequence_probe.wants(*TRACED):

@@ -52,8 +52,8 @@ class VarlenRead:
         query_cu_seqlens, key_cu_seqlens = torch.tensor(both, dtype=torch.int32, device=device)
         return cls(slots, query_cu_seqlens, key_cu_seqlens, max(num_queries), max(num_keys))
 
-    def attend(
-        self, kernel: Kernel, q: Tensor, keys: Tensor, values: Tensor, window: int | None, *, scale: float
+    def attend_blocks(
+        self, kernel: Kernel, q: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float
     ) -> Tensor:
         """q (N, H, D), keys and values (num_slots, Hkv, D) -> z (N, H, D).
 
@@ -95,13 +95,13 @@ class VarlenStep:
         self.positions, self.lengths, self._slots = torch.tensor(slot_mapping(sequences, size), device=device)
         self._read = VarlenRead.of(sequences, size, device)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def store_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache = self._cache
         cache.write(layer, self._slots, k, v)
         keys, values = cache.keys(layer), cache.values(layer)
         assert isinstance(keys, Tensor), "choose_attention does not choose this for a cache in 8 bits"
         assert isinstance(values, Tensor)
-        return self._read.attend(self._kernel, q, keys, values, cache.windows[layer], scale=cache.score_rule.scale)
+        return self._read.attend_blocks(self._kernel, q, keys, values, cache.windows[layer], cache.score_rule.scale)
 
 
 def find_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernel | None:
@@ -146,7 +146,7 @@ def check_kernel(kernel: Kernel, config: ModelConfig, dtype: torch.dtype, device
     read = VarlenRead(slots, begins[0], begins[1], 3, 7)
     rule = ScoreRule(config.attention_scale)
     for window in (None, 4):
-        found = read.attend(kernel, q, keys, values, window, scale=rule.scale)
+        found = read.attend_blocks(kernel, q, keys, values, window, rule.scale)
         for rows, own in ((slice(0, 1), slots[:5]), (slice(1, 4), slots[5:])):
             num_new = rows.stop - rows.start
             mask = CausalMask(len(own) - num_new, num_new, window, device)

@@ -252,9 +252,9 @@ class CpuNetworkOps(CpuEdits):
         )
         return out
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, rule: ScoreRule) -> Tensor:
+    def fused_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, rule: ScoreRule) -> Tensor:
         if self._paged_attention is None or mask is None:
-            return self._torch.attend(q, k, v, mask, rule)
+            return self._torch.fused_attention(q, k, v, mask, rule)
         (B, S, Hkv, D), T = k.shape, q.shape[1]
         # The keys of each row of the batch become one block of a paged cache. A block is longer than S if k is part
         # of a longer cache.
@@ -268,7 +268,8 @@ class CpuNetworkOps(CpuEdits):
             start=torch.full((B,), mask.start),
             block_size=block_size,
         )
-        return self._paged_attention.attend(q.flatten(0, 1), keys, values, read, mask.window, rule).view(q.shape)
+        z = self._paged_attention.attend_blocks(q.flatten(0, 1), keys, values, read, mask.window, rule)
+        return z.view(q.shape)
 
     def attention_scores(
         self, q: Tensor, k: Tensor, mask: CausalMask | None, rule: ScoreRule

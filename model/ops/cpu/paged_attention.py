@@ -126,7 +126,7 @@ class PagedAttention:
             v_stride=v_stride,
         )
 
-    def attend(
+    def attend_blocks(
         self,
         q: Tensor,
         keys: Tensor | QuantizedRows,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from model.ops.cpu.layout import merge_outer_dims
 from model.ops.gpu.gpu_ops import GpuLinear, GpuNetworkOps
-from model.ops.gpu.paged_attention import PagedKeys, attend
+from model.ops.gpu.paged_attention import PagedKeys, store_and_attend
 from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import TORCH
 
@@ -60,15 +60,15 @@ class InvariantOps(GpuNetworkOps):
     def plain_linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
         return InvariantLinear(weight, bias, self.kernels)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, rule: ScoreRule) -> Tensor:
+    def fused_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, rule: ScoreRule) -> Tensor:
         T, S = q.shape[1], k.shape[1]
         if mask is None or not T:
-            return TORCH.ops.attend(q, k, v, mask, rule)
+            return TORCH.ops.fused_attention(q, k, v, mask, rule)
         k, v = k.contiguous(), v.contiguous()
         positions = torch.arange(mask.start, mask.start + T, device=q.device)
         blocks = torch.arange(-(-S // BLOCK), device=q.device).expand(T, -1)
         rows = []
         for own_q, own_k, own_v in zip(q, k, v, strict=True):
             paged = PagedKeys(own_k, own_v, blocks, positions, BLOCK, mask.window, rule)
-            rows.append(attend(self.kernels, own_q, own_k[mask.start :], own_v[mask.start :], paged))
+            rows.append(store_and_attend(self.kernels, own_q, own_k[mask.start :], own_v[mask.start :], paged))
         return torch.stack(rows)

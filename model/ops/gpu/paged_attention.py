@@ -37,7 +37,7 @@ class PagedKeys(NamedTuple):
         return self._replace(blocks=self.blocks[rows], positions=self.positions[rows])
 
 
-def attend(kernels: Any, q: Tensor, k: Tensor, v: Tensor, paged: PagedKeys) -> Tensor:
+def store_and_attend(kernels: Any, q: Tensor, k: Tensor, v: Tensor, paged: PagedKeys) -> Tensor:
     """Store k and v (N, Hkv, D) of the tokens, then attend: q (N, H, D) -> (N, H, D).
 
     Several tokens may be of one sequence if the keys and values of all are stored already.
@@ -106,7 +106,7 @@ def _attend(kernels: Any, q: Tensor, k: Tensor, v: Tensor, paged: PagedKeys, num
 
 
 def step_scores(kernels: Any, q: Tensor, paged: PagedKeys, row: int, max_keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The scores, masked scores and pattern of one token, whose key `attend` has stored.
+    """The scores, masked scores and pattern of one token, whose key `store_and_attend` has stored.
 
     q (1, H, D) is that of token `row` -> three buffers of H * `max_keys` numbers. Each begins with its (H, S) numbers,
     where S is the number of keys.

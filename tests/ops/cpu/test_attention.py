@@ -69,7 +69,7 @@ class TestPagedAttention:
             )
             queries = zip(sequences, ends, counts, strict=True)
             q = torch.cat([self.queries[s][length - count : length] for s, length, count in queries])
-            z = kernels.attend(q, self.keys, self.values, read, window, ScoreRule(D**-0.5, softcap))
+            z = kernels.attend_blocks(q, self.keys, self.values, read, window, ScoreRule(D**-0.5, softcap))
             return list(z.split(counts))
 
         return run
@@ -172,9 +172,9 @@ def test_a_long_prompt_has_the_same_results_as_its_tokens_one_by_one(dtype: torc
     blocks = torch.randperm(N // size, generator=generator)[None]
     whole = PagedRead(blocks, torch.tensor([0, N]), torch.tensor([0]), size)
     alone = PagedRead(blocks.expand(N, -1).contiguous(), torch.arange(N + 1), torch.arange(N), size)
-    expected = kernels.attend(q, keys, values, alone, window, ScoreRule(0.25))
+    expected = kernels.attend_blocks(q, keys, values, alone, window, ScoreRule(0.25))
     with ThreadPoolExecutor(1) as new_thread:
-        found = new_thread.submit(kernels.attend, q, keys, values, whole, window, ScoreRule(0.25)).result()
+        found = new_thread.submit(kernels.attend_blocks, q, keys, values, whole, window, ScoreRule(0.25)).result()
     assert torch.equal(found, expected)
 
 
@@ -190,7 +190,7 @@ def test_threads_that_share_the_keys_of_a_sequence_change_no_bit(
     q = torch.randn(N, H, D, generator=generator).to(dtype)
     blocks = torch.randperm(N // size, generator=generator)[None]
     whole = PagedRead(blocks, torch.tensor([0, N]), torch.tensor([0]), size)
-    expected = kernels.attend(q, keys, values, whole, window, rule)
+    expected = kernels.attend_blocks(q, keys, values, whole, window, rule)
     for ends, counts in (([1072], [1]), ([300, 1060, 40, 256, 257], [1] * 5), ([1072, 515, 6], [5, 7, 4])):
         rows = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
         partials = empty_partials(len(rows), H, D, N)
@@ -203,7 +203,7 @@ def test_threads_that_share_the_keys_of_a_sequence_change_no_bit(
             size,
             partials,
         )
-        found = kernels.attend(q[rows].contiguous(), keys, values, read, window, rule)
+        found = kernels.attend_blocks(q[rows].contiguous(), keys, values, read, window, rule)
         assert not partials.isnan().all()  # keys were indeed shared
         assert torch.equal(found, expected[rows])
 

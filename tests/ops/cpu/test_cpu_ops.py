@@ -241,7 +241,7 @@ class TestOperations:
         for ours, theirs in zip(found, exact, strict=True):
             tolerance = 2**-18 + 2 * ROUNDING[dtype]
             torch.testing.assert_close(ours.double(), theirs, atol=tolerance, rtol=tolerance)
-        z = ops.attend(q, k, v, mask, rule)
+        z = ops.fused_attention(q, k, v, mask, rule)
         expected = found[2].double() @ v.double().transpose(1, 2).repeat_interleave(2, dim=1)
         torch.testing.assert_close(z.double(), expected.transpose(1, 2), atol=0.02, rtol=4 * ROUNDING[dtype])
 
@@ -252,5 +252,5 @@ class TestOperations:
         qkv = torch.randn(3, 9, 8, 16).to(dtype)
         q, k, v = qkv[:, 4:, :4], qkv[:, :, 4:6], qkv[:, :, 6:]
         mask = CausalMask(4, 5, window, q.device)
-        exact = TORCH.ops.attend(q.double(), k.double(), v.double(), mask, ScoreRule(0.3))
-        self.check(ops.attend(q, k, v, mask, ScoreRule(0.3)), exact, dtype)
+        exact = TORCH.ops.fused_attention(q.double(), k.double(), v.double(), mask, ScoreRule(0.3))
+        self.check(ops.fused_attention(q, k, v, mask, ScoreRule(0.3)), exact, dtype)

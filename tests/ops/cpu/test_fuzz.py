@@ -183,7 +183,7 @@ def test_attention(rng: random.Random, dtype: torch.dtype) -> None:
         slots = torch.tensor([blocks[row, i // size] * size + i % size for i in range(length)])
         kernels.write(k, v, keys, values, slots)
         mask = CausalMask(start, count, window, CPU)
-        expected.append(TORCH.ops.attend(q[None], k[None], v[None], mask, rule)[0])
+        expected.append(TORCH.ops.fused_attention(q[None], k[None], v[None], mask, rule)[0])
         queries.append(q)
         scores = zip(
             kernels.attention_scores(q[None], k[None], mask, rule),
@@ -193,11 +193,11 @@ def test_attention(rng: random.Random, dtype: torch.dtype) -> None:
         for mine, reference in scores:
             check(mine.float().clamp(min=-1e4), reference.float().clamp(min=-1e4), dtype)
     read = PagedRead(blocks, torch.tensor([0, *counts]).cumsum(0), torch.tensor(starts), size)
-    found = kernels.attend(torch.cat(queries), keys, values, read, window, rule)
+    found = kernels.attend_blocks(torch.cat(queries), keys, values, read, window, rule)
     check(found, torch.cat(expected), dtype)
     partials = empty_partials(sum(counts), Hkv * group, D, max_blocks * size)
     assert not is_long or partials is not None
-    shared = kernels.attend(torch.cat(queries), keys, values, replace(read, partials=partials), window, rule)
+    shared = kernels.attend_blocks(torch.cat(queries), keys, values, replace(read, partials=partials), window, rule)
     assert torch.equal(shared, found)
 
 

@@ -68,7 +68,7 @@ def test_attention_in_8_bits_is_bitwise_attention_over_the_dequantized_keys_and_
     plain_keys, plain_values = dequantize_rows(keys, dtype), dequantize_rows(values, dtype)
     blocks = torch.randperm(N // size, generator=torch.Generator().manual_seed(0))[None]
     q = random_rows(dtype, N, H, D, seed=2)
-    attend = kernels(dtype).attend
+    attend = kernels(dtype).attend_blocks
     for start, num_new in ((0, N), (N - 1, 1), (N - 5, 5), (40, 200)):
         new = q[start : start + num_new]
         read = PagedRead(blocks, torch.tensor([0, num_new]), torch.tensor([start]), size)
