@@ -4,6 +4,7 @@ Names follow TransformerLens without `hook_`. The table names the dims of each s
 from the config and the length of the prompt, before the pass. This file does not import the network.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -163,6 +164,11 @@ def sizes_of(config: Widths, num_positions: int) -> dict[str, int]:
     if isinstance(config, ModelConfig) and config.num_experts:
         sizes |= {"expert": config.num_experts, "expert_rank": config.num_experts_per_token}
     return sizes
+
+
+def count_numbers(stages: Iterable[Stage], sizes: Mapping[str, int]) -> int:
+    """Count the numbers of some stages whose dims have these sizes."""
+    return sum(math.prod(stage.shape(sizes)) for stage in stages)
 
 
 class UnknownStage(ValueError):

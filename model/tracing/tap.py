@@ -105,6 +105,25 @@ class Chain:
         return tensor
 
 
+class PassEnded(Exception):
+    """Ends a pass after the last wanted stage: what comes after it is never computed."""
+
+
+class EndingTap:
+    """`tap`, which ends the pass after the stage `last` by raising `PassEnded`."""
+
+    def __init__(self, tap: Tap, last: str) -> None:
+        self._tap = tap
+        self._last = last
+        self.wants = wants_of(tap)
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        tensor = self._tap(name, tensor)
+        if name == self._last:
+            raise PassEnded
+        return tensor
+
+
 def check_tap(tap: Tap, config: ModelConfig) -> None:
     """Let a tap refuse a network: raise what its method `check` raises, if it has one."""
     check = getattr(tap, "check", None)

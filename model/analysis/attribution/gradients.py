@@ -16,7 +16,7 @@ from model.network.adapted_network import AdaptedNetwork
 from model.network.adapters import Adapter
 from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits
-from model.tracing.stages import Stage, stages_of
+from model.tracing.stages import Stage, count_numbers, stages_of
 from model.tracing.tap import Chain, Recorder, Tap
 
 AFTER_LOGITS = ("probabilities", "loss")
@@ -111,12 +111,5 @@ def gradients_of(value: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def gradient_bytes(config: ModelConfig, sizes: Mapping[str, int], num_logits: int, dtype: torch.dtype) -> int:
     """Bound the memory of a differentiated pass. `sizes` has the length of each dim, `num_logits` rows of logits."""
-    outputs = {"logits", *AFTER_LOGITS}
-    num_values = num_logits * sizes["d_vocab"]
-    for stage in stages_of(config):
-        if stage.name not in outputs:
-            product = 1
-            for length in stage.shape(sizes):
-                product *= length
-            num_values += product
-    return COPIES * num_values * dtype.itemsize
+    inner = [stage for stage in differentiable_stages(config) if stage.name != "logits"]
+    return COPIES * (num_logits * sizes["d_vocab"] + count_numbers(inner, sizes)) * dtype.itemsize

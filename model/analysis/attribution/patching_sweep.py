@@ -20,8 +20,7 @@ from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits, Edit, EditSource, plan_edits
 from model.tracing.edits.bound_edit import BoundEdit
 from model.tracing.edits.planner import MAX_EDITS
-from model.tracing.selection import Selection
-from model.tracing.stages import Stage, select, sizes_of, stages_of
+from model.tracing.stages import Stage, count_numbers, select, sizes_of, stages_of
 from model.tracing.tap import Recorder
 
 
@@ -173,5 +172,4 @@ def stage_values(
 
 def value_bytes(config: ModelConfig, stages: Sequence[Stage], num_tokens: int, itemsize: int) -> int:
     """The memory of `stage_values`."""
-    selection, sizes = Selection(stages=stages), sizes_of(config, num_tokens)
-    return itemsize * sum(math.prod(selection.shape(stage, sizes)) for stage in stages)
+    return itemsize * count_numbers(stages, sizes_of(config, num_tokens))

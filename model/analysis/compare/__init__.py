@@ -37,7 +37,7 @@ from model.config import ModelConfig
 from model.errors import InvalidField
 from model.network.transformer import Transformer
 from model.tracing.pauses import pause
-from model.tracing.stages import Stage, sizes_of, stages_of
+from model.tracing.stages import Stage, count_numbers, sizes_of, stages_of
 
 MASKED = -1e4  # some programs write masked scores as a large negative number instead of -inf
 
@@ -115,7 +115,7 @@ class Options:
 def compare_bytes(config: ModelConfig, names: Sequence[str], num_tokens: int) -> int:
     """Bound the memory of a comparison of these stages, in bytes: each is held up to five times in float64."""
     sizes, wanted = sizes_of(config, num_tokens), set(names)
-    numbers = sum(math.prod(stage.shape(sizes)) for stage in stages_of(config) if stage.name in wanted)
+    numbers = count_numbers([stage for stage in stages_of(config) if stage.name in wanted], sizes)
     residuals = 3 * (config.num_layers + 1) * num_tokens * config.d_model
     scores = 3 * config.num_heads * num_tokens**2
     return 8 * (5 * numbers + residuals + scores + 3 * num_tokens * config.vocab_size)

@@ -22,6 +22,7 @@ from model.analysis.compare.values import named_values
 from model.network.transformer import Transformer
 from model.tracing.pauses import pause
 from model.tracing.stages import Stage
+from model.tracing.tap import EndingTap, PassEnded
 
 MAX_HINTS = 3
 EQUALLY_GOOD = 0.5  # hints whose excess is below this are equally good: the rest is noise
@@ -54,24 +55,6 @@ class Suspect:
     def value(self) -> Tensor:
         """B's value of the stage."""
         return self.given[self.stage.name]
-
-
-class StageReached(Exception):
-    """The suspect stage is computed, so the rest of the pass is not needed."""
-
-
-class StoppingTap(ForcingTap):
-    """A `ForcingTap` that ends the pass at one stage."""
-
-    def __init__(self, name: str, given: Mapping[str, Tensor]) -> None:
-        super().__init__([name], given)
-        self._last = name
-
-    def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        value = super().__call__(name, tensor)
-        if name == self._last:
-            raise StageReached
-        return value
 
 
 @torch.no_grad()
@@ -136,11 +119,12 @@ def find_segment(suspect: Suspect) -> Segment:
 
 def _compute(suspect: Suspect, segment: Segment, change: Change) -> Tensor | None:
     """Compute the suspect stage with the changed network; None if the change does not fit the network."""
-    tap = StoppingTap(suspect.stage.name, suspect.given)
+    name, ids = suspect.stage.name, torch.tensor([list(suspect.ids)])
+    tap = ForcingTap([name], suspect.given)
     try:
-        run_segment(suspect.network, change, segment, torch.tensor([list(suspect.ids)]), tap)
-    except StageReached:
-        return tap.computed[suspect.stage.name]
+        run_segment(suspect.network, change, segment, ids, EndingTap(tap, name))
+    except PassEnded:
+        return tap.computed[name]
     except ValueError:  # for example a window of a network without windows
         return None
     return None  # the changed network has no such stage

@@ -12,7 +12,7 @@ from model.checkpoints.load import Checkpoint
 from model.network.transformer import Transformer
 from model.text.tokenizer import SpanTokenizer
 from model.tracing.stages import Stage, sizes_of, stages_of
-from model.tracing.tap import Recorder
+from model.tracing.tap import EndingTap, PassEnded, Recorder
 
 Keep = Callable[[Stage, Tensor], None]
 """Takes a stage (1, T, ...) of a pass."""
@@ -54,29 +54,11 @@ def local_model(checkpoint: Checkpoint) -> HarvestedModel:
     )
 
 
-class PassEnded(Exception):
-    """Ends a pass after the last wanted stage."""
-
-
-class PartialRecorder(Recorder):
-    """A recorder that ends the pass after the last of its stages, which are in the order of computation."""
-
-    def __init__(self, stages: Sequence[Stage], keep: Keep) -> None:
-        super().__init__(stages, keep)
-        self._last = stages[-1].name
-
-    def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        super().__call__(name, tensor)
-        if name == self._last:
-            raise PassEnded
-        return tensor
-
-
 @torch.inference_mode()
 def run_stages(network: Transformer, ids: Tensor, stages: Sequence[Stage], keep: Keep) -> None:
     """Run a pass over ids (B, T) and give each stage (B, T, ...) to `keep`, in the order of computation."""
     try:
-        network(ids, tap=PartialRecorder(stages, keep))
+        network(ids, tap=EndingTap(Recorder(stages, keep), stages[-1].name))
     except PassEnded:
         return
     raise AssertionError(f"the pass had no stage {stages[-1].name}")

@@ -1,6 +1,5 @@
 """Collect the rows of stages in memory, and write a file whenever there are enough."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,7 +9,7 @@ from model.analysis.harvest.contexts import Place
 from model.analysis.harvest.documents import Tokens
 from model.analysis.harvest.manifest import Manifest
 from model.errors import InvalidField
-from model.tracing.stages import Stage
+from model.tracing.stages import Stage, count_numbers
 
 COLUMNS = ("ids", "documents", "begins", "ends", "positions")
 """The int64 tensors (N,) of a file besides its stages. `begins` and `ends` are characters of the document's text."""
@@ -69,4 +68,4 @@ def columns_of(tokens: Tokens) -> Tensor:
 
 def bytes_per_token(stages: Sequence[Stage], sizes: Mapping[str, int], itemsize: int) -> int:
     """The memory of the rows of one token."""
-    return itemsize * sum(math.prod(stage.shape(sizes)) for stage in stages) + 8 * len(COLUMNS)
+    return itemsize * count_numbers(stages, sizes) + 8 * len(COLUMNS)

@@ -1,6 +1,5 @@
 """A checked list of edits: their matches, the source passes that must run first, and how edits get their numbers."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +10,7 @@ from model.tracing.edits.bound import BoundEdits
 from model.tracing.edits.bound_edit import BoundEdit, StageEdit
 from model.tracing.edits.operands import Numbers
 from model.tracing.edits.positions import PositionRange, PositionSet, PositionWord
-from model.tracing.stages import Stage, Widths, sizes_of
+from model.tracing.stages import Stage, Widths, count_numbers, sizes_of
 
 STAGE_DIGEST_BYTES = 2048  # that are hashed in the time which the digest of one stage takes without its numbers
 
@@ -32,7 +31,7 @@ class SourcePass:
     def num_values(self, config: Widths) -> int:
         """Count the numbers that are kept."""
         sizes = sizes_of(config, len(self.positions)) | {"key": len(self.ids)}
-        return sum(math.prod(stage.shape(sizes)) for stage in self.stages)
+        return count_numbers(self.stages, sizes)
 
 
 @dataclass(frozen=True)
