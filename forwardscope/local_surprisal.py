@@ -7,7 +7,7 @@ from forwardscope.arguments import shown
 from forwardscope.errors import InvalidArgument
 from forwardscope.local_harvest_of_server import Send, ServerTokenizer
 from model.analysis.surprisal import TextSurprisal, score_text
-from model.analysis.windows import context_windows
+from model.analysis.token_losses import context_windows
 from model.errors import InvalidField
 
 

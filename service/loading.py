@@ -13,7 +13,7 @@ from model.analysis.auto_quantization import resolve
 from model.checkpoints.adapters import load_adapter
 from model.checkpoints.load import DTYPES, Checkpoint, load_checkpoint
 from model.checkpoints.memory import Need, PlannedNetwork, require_memory
-from model.checkpoints.translators import load_translators
+from model.checkpoints.translators import Translators, load_translators
 from model.checkpoints.vector_files import NamedVector, read_vectors
 from model.config import ModelConfig
 from model.device import find_device
@@ -29,7 +29,6 @@ from model.network.float_network import FloatNetwork
 from model.network.ranks import LostRank, Place, Ranks
 from model.network.tensor_parallel import prepare_share
 from model.network.transformer import Transformer
-from model.network.translators import Translators
 from model.ops.quantization import ROUNDED
 from model.ops.stacked_groups import Weight
 from model.text.grammar.grammars import Grammars

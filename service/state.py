@@ -10,10 +10,10 @@ from fastapi import Depends, Request
 
 from model.checkpoints.load import Checkpoint
 from model.checkpoints.streamed import OpenCheckpoint
+from model.checkpoints.translators import Translators
 from model.engine.engine import Engine
 from model.network.float_network import FloatNetwork
 from model.network.ranks import Ranks
-from model.network.translators import Translators
 from model.text.grammar.grammars import Grammars
 from service.http.buffers import Buffers, Reservation
 from service.http.errors import ApiError, draining, invalid, timed_out

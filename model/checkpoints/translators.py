@@ -1,9 +1,15 @@
-"""Load the translators of a tuned lens from a safetensors file.
+"""The translators of a tuned lens (Belrose et al. 2023, arXiv:2303.08112), and how they are loaded.
 
-The tensors have the names of the `params.pt` that the package tuned-lens saves: `0.weight` and `0.bias` for the
-residual before block 0, and so on; or the same after `layer_translators.`. Loading is strict, as for checkpoints.
+For each layer there is an affine function that brings the residual before the layer into the form in which the head
+expects the last one: h + W h + b. Dims: C width.
+
+The tensors of the file have the names of the `params.pt` that the package tuned-lens saves: `0.weight` and `0.bias`
+for the residual before block 0, and so on; or the same after `layer_translators.`. Loading is strict, as for
+checkpoints.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,13 +19,31 @@ from model.checkpoints.network_weights import DTYPES
 from model.checkpoints.safetensors_directory import SafetensorsFiles
 from model.errors import CheckpointError, join_names
 from model.network.transformer import Transformer
-from model.network.translators import Translators
 
 PREFIX = "layer_translators."
 PICKLE_HINT = (
     "a params.pt of tuned-lens is a pickle, and pickles are refused, because opening one can run code. If you trust "
     "it, convert it: safetensors.torch.save_file(torch.load('params.pt', weights_only=True), 'lens.safetensors')"
 )
+
+
+@dataclass(frozen=True, eq=False)
+class Translators:
+    """For each layer of a network the matrix W (C, C) and the bias b (C,), in the dtype of the network."""
+
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor]
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.weights, *self.biases))
+
+    def translate(self, layer: int, residual: Tensor) -> Tensor:
+        """The residual (..., C) before a layer -> (..., C)."""
+        return residual + residual @ self.weights[layer].mT + self.biases[layer]
 
 
 def load_translators(path: Path, model: Transformer) -> Translators:

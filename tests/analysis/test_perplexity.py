@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.analysis import perplexity
-from model.analysis.windows import windows
+from model.analysis.token_losses import windows
 from model.config import ModelConfig
 from model.network.transformer import Transformer
 from model.text.corpus import train_tokenizer
