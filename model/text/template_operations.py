@@ -382,27 +382,23 @@ def keep(_: Any, value: Any) -> Any:
 
 
 def to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """The filter `tojson` of transformers: like Jinja's, but without HTML escapes, and with the options of `json`."""
     budget = current()
     if budget.size((indent, separators)) > MAX_JSON_OPTIONS or (isinstance(indent, int) and indent > MAX_JSON_OPTIONS):
         raise TooExpensive(f"writes JSON with separators or an indent of more than {MAX_JSON_OPTIONS} characters")
     budget.size(value)
-    options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "separators": separators, "sort_keys": sort_keys}
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     if indent is None:
-        text = json.dumps(value, **options)
-        return _unescaped(text, lambda character: json.dumps(character)[1:-1]) if ensure_ascii else text
-    pieces = []
-    for piece in json.JSONEncoder(indent=indent, **options).iterencode(value):  # deep values are mostly indents
-        budget.tick()
-        budget.spend(len(piece))
-        pieces.append(piece)
-    text = "".join(pieces)
+        text = encoder.encode(value)
+    else:
+        pieces = []
+        for piece in encoder.iterencode(value):  # deep values are mostly indents
+            budget.tick()
+            budget.spend(len(piece))
+            pieces.append(piece)
+        text = "".join(pieces)
     return _unescaped(text, lambda character: json.dumps(character)[1:-1]) if ensure_ascii else text
 
 

@@ -15,16 +15,6 @@ from model.checkpoints.gguf_files.dequantize import TensorRows
 from model.ops.weight_formats import FORMATS, GROUP, SUPERGROUP, GroupedWeight, WeightFormat
 
 Kind = GGMLQuantizationType
-KINDS: Mapping[Kind, WeightFormat] = {
-    Kind.Q4_0: FORMATS["q4_0"],
-    Kind.Q4_1: FORMATS["q4_1"],
-    Kind.Q5_0: FORMATS["q5_0"],
-    Kind.Q5_1: FORMATS["q5_1"],
-    Kind.Q8_0: FORMATS["q8_0"],
-    Kind.Q4_K: FORMATS["q4_k"],
-    Kind.Q5_K: FORMATS["q5_k"],
-    Kind.Q6_K: FORMATS["q6_k"],
-}
 # The integers of blocks, their scales, and the factors of these.
 Fields = tuple[Tensor, Tensor, Tensor | None]
 
@@ -108,6 +98,7 @@ _READERS: Mapping[Kind, Callable[[Tensor], Fields]] = {
     Kind.Q5_K: _q5_k,
     Kind.Q6_K: _q6_k,
 }
+KINDS: Mapping[Kind, WeightFormat] = {kind: FORMATS[kind.name.lower()] for kind in _READERS}
 
 
 def _nibbles(packed: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ and length is compared with the rest of the file, and with a limit, before anyth
 This module does not know the meaning of any key or tensor.
 """
 
+import math
 import mmap
 import struct
 from collections.abc import Mapping
@@ -220,9 +221,7 @@ class _Parser:
         if not 1 <= num_dims <= MAX_DIMS:
             raise self._invalid(f"{shown} has {num_dims} dims; 1 to {MAX_DIMS} are allowed")
         shape = tuple(self._count() for _ in range(num_dims))[::-1]
-        num_elements = 1
-        for size in shape:
-            num_elements *= size
+        num_elements = math.prod(shape)
         if not 0 < num_elements <= MAX_ELEMENTS:
             raise self._invalid(f"{shown} has the impossible shape {shape}")
         number = self._scalar(GGUFValueType.UINT32)

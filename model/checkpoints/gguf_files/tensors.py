@@ -4,6 +4,7 @@ The changes that llama.cpp's converter made to names and values are undone (`ten
 read these tensors like those of safetensors files.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,9 +133,7 @@ class GGUFTensors:
         """The tensors in Hugging Face layout that one stored tensor holds."""
         target = self._target(tensor)
         shape = tensor.shape
-        num_rows = 1
-        for size in shape[:-1]:
-            num_rows *= size
+        num_rows = math.prod(shape[:-1])
         if "{e}" in target.name and len(shape) > 1:
             if shape[0] > MAX_PARTS:
                 shown = printable_name(tensor.name)
