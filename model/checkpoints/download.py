@@ -106,12 +106,7 @@ def downloaded_before(source: str, revision: str | None, error: Exception) -> Pa
 def describe_refusal(error: Exception, hub_id: str, revision: str | None) -> str | None:
     """Say why the hub refuses a checkpoint. None if it does not refuse one, but could not be asked."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(error, GatedRepoError):  # a kind of `RepositoryNotFoundError`
         return f"the model is gated; accept its terms at {constants.ENDPOINT}/{hub_id}, and set HF_TOKEN"

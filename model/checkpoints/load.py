@@ -244,15 +244,7 @@ def _read_gguf(location: Location, dtype: str, chat_template: Path | None) -> Co
     sources = {name: (found.file, source) for name, source in found.chat_templates.items()}
     template = make_chat_template(sources, found.tokenizer, found.special_tokens, chat_template)
     defaults = with_chat_end(defaults, found.tokenizer, template, found.special_tokens.get("eos_token"))
-    return Contents(
-        family,
-        model_config,
-        defaults,
-        found.tensors,
-        found.tokenizer,
-        template,
-        found.special_tokens,
-    )
+    return Contents(family, model_config, defaults, found.tensors, found.tokenizer, template, found.special_tokens)
 
 
 def read_generation_defaults(generation: Mapping[str, Any], config: Mapping[str, Any]) -> GenerationDefaults:

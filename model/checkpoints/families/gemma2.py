@@ -67,10 +67,4 @@ def read(config: ConfigReader) -> ModelConfig:
     )
 
 
-FAMILY = Family(
-    model_type="gemma2",
-    architecture="Gemma2ForCausalLM",
-    read=read,
-    tensors=TENSORS,
-    keys=KEYS,
-)
+FAMILY = Family(model_type="gemma2", architecture="Gemma2ForCausalLM", read=read, tensors=TENSORS, keys=KEYS)

@@ -27,14 +27,8 @@ TENSORS = {
     "blocks.{i}.attn.out.weight": rows("model.layers.{i}.self_attn.o_proj.weight"),
     "blocks.{i}.attn.out.bias": rows("model.layers.{i}.self_attn.o_proj.bias"),
     "blocks.{i}.ln2.weight": rows("model.layers.{i}.post_attention_layernorm.weight"),
-    "blocks.{i}.mlp.up.weight": rows(
-        "model.layers.{i}.mlp.gate_proj.weight",
-        "model.layers.{i}.mlp.up_proj.weight",
-    ),
-    "blocks.{i}.mlp.up.bias": rows(
-        "model.layers.{i}.mlp.gate_proj.bias",
-        "model.layers.{i}.mlp.up_proj.bias",
-    ),
+    "blocks.{i}.mlp.up.weight": rows("model.layers.{i}.mlp.gate_proj.weight", "model.layers.{i}.mlp.up_proj.weight"),
+    "blocks.{i}.mlp.up.bias": rows("model.layers.{i}.mlp.gate_proj.bias", "model.layers.{i}.mlp.up_proj.bias"),
     "blocks.{i}.mlp.down.weight": rows("model.layers.{i}.mlp.down_proj.weight"),
     "blocks.{i}.mlp.down.bias": rows("model.layers.{i}.mlp.down_proj.bias"),
     "ln_final.weight": rows("model.norm.weight"),
@@ -124,11 +118,7 @@ def attention_biases(config: ConfigReader, *, default: bool = False) -> dict[str
 
 
 def read(config: ConfigReader) -> ModelConfig:
-    return read_common(
-        config,
-        **attention_biases(config),
-        mlp_bias=config.take("mlp_bias", False),
-    )
+    return read_common(config, **attention_biases(config), mlp_bias=config.take("mlp_bias", False))
 
 
 FAMILY = Family(

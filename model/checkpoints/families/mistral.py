@@ -15,9 +15,5 @@ def read(config: ConfigReader) -> ModelConfig:
 
 
 FAMILY = Family(
-    model_type="mistral",
-    architecture="MistralForCausalLM",
-    read=read,
-    tensors=llama.TENSORS,
-    keys=llama.KEYS,
+    model_type="mistral", architecture="MistralForCausalLM", read=read, tensors=llama.TENSORS, keys=llama.KEYS
 )

@@ -15,11 +15,7 @@ TENSORS = qwen3.TENSORS | OUTPUT_NORMS
 
 def read(config: ConfigReader) -> ModelConfig:
     return llama.read_common(
-        config,
-        defaults=DEFAULTS,
-        norm_placement="output",
-        **llama.attention_biases(config),
-        qk_norm="projection",
+        config, defaults=DEFAULTS, norm_placement="output", **llama.attention_biases(config), qk_norm="projection"
     )
 
 

@@ -28,9 +28,5 @@ def read(config: ConfigReader) -> ModelConfig:
 
 
 FAMILY = Family(
-    model_type="phi3",
-    architecture="Phi3ForCausalLM",
-    read=read,
-    tensors=llama.TENSORS | FUSED,
-    keys=llama.KEYS,
+    model_type="phi3", architecture="Phi3ForCausalLM", read=read, tensors=llama.TENSORS | FUSED, keys=llama.KEYS
 )

@@ -32,10 +32,4 @@ def read(config: ConfigReader) -> ModelConfig:
     return llama.read_common(config, defaults=DEFAULTS, **read_windows(config), qkv_bias=True)
 
 
-FAMILY = Family(
-    model_type="qwen2",
-    architecture="Qwen2ForCausalLM",
-    read=read,
-    tensors=llama.TENSORS,
-    keys=llama.KEYS,
-)
+FAMILY = Family(model_type="qwen2", architecture="Qwen2ForCausalLM", read=read, tensors=llama.TENSORS, keys=llama.KEYS)

@@ -15,18 +15,8 @@ TENSORS = llama.TENSORS | {
 
 def read(config: ConfigReader) -> ModelConfig:
     return llama.read_common(
-        config,
-        defaults=DEFAULTS,
-        **qwen2.read_windows(config),
-        **llama.attention_biases(config),
-        qk_norm="head",
+        config, defaults=DEFAULTS, **qwen2.read_windows(config), **llama.attention_biases(config), qk_norm="head"
     )
 
 
-FAMILY = Family(
-    model_type="qwen3",
-    architecture="Qwen3ForCausalLM",
-    read=read,
-    tensors=TENSORS,
-    keys=llama.KEYS,
-)
+FAMILY = Family(model_type="qwen3", architecture="Qwen3ForCausalLM", read=read, tensors=TENSORS, keys=llama.KEYS)

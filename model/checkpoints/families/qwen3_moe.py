@@ -12,8 +12,7 @@ DEFAULTS = llama.DEFAULTS | {"max_position_embeddings": 32768, "num_key_value_he
 EXPERTS = {
     "blocks.{i}.mlp.router.weight": rows("model.layers.{i}.mlp.gate.weight"),
     "blocks.{i}.mlp.experts.{e}.up.weight": rows(
-        "model.layers.{i}.mlp.experts.{e}.gate_proj.weight",
-        "model.layers.{i}.mlp.experts.{e}.up_proj.weight",
+        "model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "model.layers.{i}.mlp.experts.{e}.up_proj.weight"
     ),
     "blocks.{i}.mlp.experts.{e}.down.weight": rows("model.layers.{i}.mlp.experts.{e}.down_proj.weight"),
 }

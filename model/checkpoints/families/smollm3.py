@@ -8,11 +8,7 @@ from model.checkpoints.families.windows import read_layer_windows
 from model.config import MAX_SIZES, ModelConfig
 from model.errors import short_repr
 
-DEFAULTS = llama.DEFAULTS | {
-    "max_position_embeddings": 32768,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": True,
-}
+DEFAULTS = llama.DEFAULTS | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True}
 
 
 def read(config: ConfigReader) -> ModelConfig:

@@ -123,11 +123,7 @@ STABLELM = (
     | _HEAD
     | _table(_LAYER, _ATTENTION | _MLP | _NORMS, _BOTH)
     | _table(
-        _LAYER,
-        {
-            "attn_q_norm": "self_attn.q_layernorm.norms.{e}",
-            "attn_k_norm": "self_attn.k_layernorm.norms.{e}",
-        },
+        _LAYER, {"attn_q_norm": "self_attn.q_layernorm.norms.{e}", "attn_k_norm": "self_attn.k_layernorm.norms.{e}"}
     )
 )
 _NEOX = _table("gpt_neox.", {"output_norm": "final_layer_norm"}, _BOTH) | _table(
@@ -166,9 +162,7 @@ GPT2 = {
     **_HEAD,
     **_GPT2,
     **_changed(
-        _GPT2,
-        "transposed",
-        *(f"blk.{{i}}.{name}.weight" for name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")),
+        _GPT2, "transposed", *(f"blk.{{i}}.{name}.weight" for name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down"))
     ),
 }
 # model_type in Hugging Face layout -> its table.

@@ -47,11 +47,7 @@ class PagedStep:
     """
 
     def __init__(
-        self,
-        backend: PagedBackend,
-        sequences: Sequence[PlannedSequence],
-        max_blocks: int | None,
-        max_sequences: int,
+        self, backend: PagedBackend, sequences: Sequence[PlannedSequence], max_blocks: int | None, max_sequences: int
     ) -> None:
         self._max_sequences = max_sequences
         self._cache, self._kernels = backend.cache, backend.kernels

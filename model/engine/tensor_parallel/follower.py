@@ -8,15 +8,7 @@ from torch import Tensor
 from model.engine.attention.interface import AttentionBackend
 from model.engine.attention.step_context import StepContext, choose_attention
 from model.engine.cache import PagedCache
-from model.engine.tensor_parallel.messages import (
-    ClearBlocks,
-    End,
-    KeepAlive,
-    OpenCache,
-    SinglePass,
-    StepPass,
-    decode,
-)
+from model.engine.tensor_parallel.messages import ClearBlocks, End, KeepAlive, OpenCache, SinglePass, StepPass, decode
 from model.engine.tensor_parallel.shared_taps import FollowingTap, Layout, SharedSequenceTap, TapFailed
 from model.network.ranks import Ranks
 from model.network.transformer import Transformer

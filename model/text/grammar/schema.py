@@ -184,11 +184,7 @@ class SchemaReader:
         excluded = schema.get("not")
         if not isinstance(excluded, Mapping) or not set(excluded) <= {"const", "enum"}:
             excluded = {}
-        return _Values(
-            frozenset(types_of((schema,))),
-            _listed_keys(schema),
-            _listed_keys(excluded) or frozenset(),
-        )
+        return _Values(frozenset(types_of((schema,))), _listed_keys(schema), _listed_keys(excluded) or frozenset())
 
     # not and if
 
