@@ -5,7 +5,7 @@ that a server can do other work in between. Dims: R positions, C width, V vocabu
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -65,36 +65,28 @@ def lens_stages(config: ModelConfig) -> list[Stage]:
     return [*before, last_residuals(config)[-1]]
 
 
+@dataclass
 class LensRun:
     """A run of the logit lens: one pass over `ids`, then decoding of the residuals, part by part."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        ids: Sequence[int],
-        positions: Sequence[int],
-        top_k: int,
-        *,
-        token: int | None = None,
-        translators: Translators | None = None,
-        adapter: Adapter | None = None,
-        edits: BoundEdits | None = None,
-    ) -> None:
-        self._model = model
-        self._ids = ids
-        self._positions = positions
-        self._top_k = top_k
-        self._token = token
-        self._translators = translators
-        self._network = AdaptedNetwork(model, adapter)
-        self._edits = edits
-        self._stages = lens_stages(model.config)
+    model: Transformer
+    ids: Sequence[int]
+    positions: Sequence[int]
+    top_k: int
+    _: KW_ONLY
+    token: int | None = None
+    translators: Translators | None = None
+    adapter: Adapter | None = None
+    edits: BoundEdits | None = None
+
+    def __post_init__(self) -> None:
+        self._stages = lens_stages(self.model.config)
         self._residuals: dict[str, Tensor] = {}
         self._final: dict[int, list[int]] = {}  # the tokens of each part of the last residual, by its first row
 
     def parts(self) -> list[LensPart]:
         """List the parts in decoding order. The last residual comes first: all parts follow the tokens it predicts."""
-        size, num_rows = rows_per_part(self._model.config, self._top_k), len(self._positions)
+        size, num_rows = rows_per_part(self.model.config, self.top_k), len(self.positions)
         *before, last = enumerate(self._stages)
         return [
             LensPart(layer, stage.name, first, min(first + size, num_rows))
@@ -104,21 +96,22 @@ class LensRun:
 
     @torch.inference_mode()
     def run_pass(self) -> None:
-        device = self._model.embed.weight.device
-        rows = torch.tensor(list(self._positions), device=device)
+        device = self.model.embed.weight.device
+        rows = torch.tensor(list(self.positions), device=device)
         recorder = Recorder(self._stages, lambda stage, tensor: tensor[0, rows])
-        edited_pass(self._network, self._ids, self._edits, tap=recorder, rows=[0], device=device)
+        network = AdaptedNetwork(self.model, self.adapter)
+        edited_pass(network, self.ids, self.edits, tap=recorder, rows=[0], device=device)
         self._residuals = recorder.kept
 
     @torch.inference_mode()
     def decode(self, part: LensPart) -> LensResult:
-        residual, translators = self._residuals[part.stage][part.first : part.end], self._translators  # (R, C)
+        residual, translators = self._residuals[part.stage][part.first : part.end], self.translators  # (R, C)
         is_translated = translators is not None and part.layer < len(translators)
         if translators is not None and is_translated:
             residual = translators.translate(part.layer, residual)
-        logits = self._model.compute_logits(residual[None])[0]  # (R, V)
-        top = predict(logits, self._top_k, self._model.backend.summaries)
-        followed = None if self._token is None else follow(logits, [self._token] * len(logits))
+        logits = self.model.compute_logits(residual[None])[0]  # (R, V)
+        top = predict(logits, self.top_k, self.model.backend.summaries)
+        followed = None if self.token is None else follow(logits, [self.token] * len(logits))
         final = self._final.setdefault(part.first, [each.token_ids[0] for each in top])
         return LensResult(part.stage, is_translated, top, followed, follow(logits, final))
 
