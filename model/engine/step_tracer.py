@@ -4,7 +4,7 @@ A step with a trace is recorded if possible (recorded_trace.py). Otherwise the t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -18,7 +18,7 @@ from model.engine.trace_params import StepTraceKind, TraceParams
 from model.network.transformer import Transformer
 from model.text.sampling import ConstraintEffect
 from model.tracing.predictions import Predictions, compute_loss, predict
-from model.tracing.selection import Selection, StageCollector, StageTrace, bytes_of_values
+from model.tracing.selection import StageCollector, StageTrace, bytes_of_values
 from model.tracing.stages import Stage, last_residuals, sizes_of
 from model.tracing.tap import Chain, Recorder, Tap
 
@@ -90,12 +90,7 @@ class StepTracer:
     def _collector(self) -> StageCollector:
         selection = self._params.selection
         all_positions = len(self.positions) == self._num_new
-        step_selection = Selection(
-            stages=selection.stages,
-            detail=selection.detail,
-            positions=None if all_positions else self._rows,
-            heads=selection.heads,
-        )
+        step_selection = replace(selection, positions=None if all_positions else self._rows)
         sizes = sizes_of(self._model.config, self._num_new) | {"key": self._start + self._num_new}
         return StageCollector(step_selection, sizes, self._model.backend.summaries)
 

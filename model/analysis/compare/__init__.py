@@ -105,11 +105,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Options:
-    """Optional parts of a comparison: the errors of each position and of each head, and hints."""
+    """Optional parts of a comparison: the errors of each position and of each head."""
 
     per_position: bool = False
     per_head: bool = False
-    hints: bool = True
 
 
 def compare_bytes(config: ModelConfig, names: Sequence[str], num_tokens: int) -> int:
@@ -178,7 +177,7 @@ def compare_with(reference: Reference, b: Given, options: Options) -> Comparison
         pause()
     first = next((stage for stage in compared if stage.differs), None)
     hints: Sequence[Hint] = ()
-    if first is not None and options.hints:
+    if first is not None:
         excess = reference.noise(first.stage).excess
         hints = find_hints(Suspect(network, reference.ids, first.stage, forced, values, excess))
     before = compared if first is None else compared[: compared.index(first)]
