@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from model.ops.cpu.constants import EDIT_KINDS
+from model.ops.cpu.cpu_summaries import write_distribution
 from model.ops.cpu.launch import call, call_brief, empty
 from model.ops.cpu.layout import DTYPES, NUMBERS_PER_TASK, merge_outer_dims, num_tasks
 from model.ops.cpu.shared_layout import Argument, Kernel, Layout, check_layout, find_kernels
@@ -83,18 +84,8 @@ class CpuEdits:
             call(kernel, min(num_rows, num_numbers // NUMBERS_PER_TASK), self._tables[series], **arguments)
 
     def softmax(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
-        scores = scores.contiguous()
-        rows = scores.shape[:-1].numel()
-        probabilities, log_totals = empty(scores.shape, torch.float32), empty((rows,), torch.float32)
-        call(
-            self._edit_kernels[scores.dtype]["distribution"],
-            rows,
-            x=scores,
-            probabilities=probabilities,
-            log_totals=log_totals,
-            num_rows=rows,
-            size=scores.shape[-1],
-        )
+        probabilities = empty(scores.shape, torch.float32)
+        write_distribution(self._edit_kernels[scores.dtype]["distribution"], scores, probabilities)
         return probabilities.to(dtype)
 
     def apply_pattern(self, pattern: Tensor, v: Tensor) -> Tensor:

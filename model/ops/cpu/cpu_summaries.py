@@ -34,20 +34,8 @@ class CpuSummaryOps:
         return cls(dtype, distribution, top, kernels)
 
     def distribution(self, logits: Tensor, *, wants_probabilities: bool) -> tuple[Tensor | None, Tensor]:
-        rows, size = logits.shape[:-1], logits.shape[-1]
-        logits = logits.contiguous()
         probabilities = empty(logits.shape, torch.float32) if wants_probabilities else None
-        log_totals = empty(rows, torch.float32)
-        call(
-            self._distribution,
-            rows.numel(),
-            x=logits,
-            probabilities=probabilities,
-            log_totals=log_totals,
-            num_rows=rows.numel(),
-            size=size,
-        )
-        return probabilities, log_totals
+        return probabilities, write_distribution(self._distribution, logits, probabilities)
 
     def top(self, logits: Tensor, count: int) -> Top:
         check_count(count, logits)  # the kernel does not check it
@@ -66,3 +54,11 @@ class CpuSummaryOps:
                 calls.run()
                 summaries |= zip(chosen, decode_summaries(calls.read()), strict=True)
         return [summaries[index] if index in summaries else summarize(x) for index, x in enumerate(tensors)]
+
+
+def write_distribution(kernel: Kernel, logits: Tensor, probabilities: Tensor | None) -> Tensor:
+    """Write the softmax of logits (..., V) to `probabilities`, if given, and return log(sum(exp(logits))) (...)."""
+    rows, logits = logits.shape[:-1], logits.contiguous()
+    log_totals, num_rows, size = empty(rows, torch.float32), rows.numel(), logits.shape[-1]
+    call(kernel, num_rows, x=logits, probabilities=probabilities, log_totals=log_totals, num_rows=num_rows, size=size)
+    return log_totals
