@@ -65,10 +65,9 @@ from model.checkpoints.load import DTYPES, Checkpoint, load_checkpoint
 from model.choices import Kernels, KVCacheDtype, Quantization
 from model.device import find_device
 from model.errors import ContextOverflow, InvalidField, join_names, join_words, shortened
-from model.network.adapted_network import AdaptedNetwork
 from model.network.adapters import Adapter
-from model.network.float_network import FloatNetwork
-from model.network.joint_passes import MAX_COST, PromptPass, cost_of
+from model.network.float_copy import FloatNetwork
+from model.network.joint_passes import MAX_COST, AdaptedNetwork, PromptPass, cost_of
 from model.network.transformer import Transformer
 from model.network.weight_indices import read_part
 from model.network.weight_views import WeightViews

@@ -24,13 +24,12 @@ from model.engine.network_identity import network_identity
 from model.engine.tensor_parallel.leading_network import LeadingNetwork
 from model.errors import InvalidField
 from model.network.adapters import Adapter
-from model.network.float_copy import copy_bytes
-from model.network.float_network import FloatNetwork
+from model.network.float_copy import FloatNetwork, copy_bytes
 from model.network.ranks import LostRank, Place, Ranks
 from model.network.tensor_parallel import prepare_share
 from model.network.transformer import Transformer
 from model.ops.quantization import ROUNDED
-from model.ops.stacked_groups import Weight
+from model.ops.stored_weights import Weight
 from model.text.grammar.grammars import Grammars
 from model.worked_examples import WORKED_EXAMPLES
 from service.settings import Settings

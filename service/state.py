@@ -12,7 +12,7 @@ from model.checkpoints.load import Checkpoint
 from model.checkpoints.streamed import OpenCheckpoint
 from model.checkpoints.translators import Translators
 from model.engine.engine import Engine
-from model.network.float_network import FloatNetwork
+from model.network.float_copy import FloatNetwork
 from model.network.ranks import Ranks
 from model.text.grammar.grammars import Grammars
 from service.http.buffers import Buffers, Reservation

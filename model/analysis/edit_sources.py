@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from model.network.adapted_network import AdaptedNetwork
+from model.network.joint_passes import AdaptedNetwork
 from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits, EditPlan, SourcePass
 from model.tracing.stages import Stage

@@ -31,7 +31,7 @@ from model.network.parameters import ParameterCount, count_parameters
 from model.network.prepare import keeps_any_format, prepare_model
 from model.network.transformer import Transformer
 from model.ops.quantization import LayerFormats
-from model.ops.stacked_groups import Weight
+from model.ops.stored_weights import Weight
 from model.text.chat_template import ChatTemplate
 from model.text.sampling import SamplingParams
 from model.text.tokenizer import Tokenizer

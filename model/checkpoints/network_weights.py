@@ -17,8 +17,7 @@ from model.checkpoints.tensor_source import TensorSource
 from model.config import ModelConfig
 from model.errors import CheckpointError, join_names
 from model.network.transformer import Transformer
-from model.ops.stacked_groups import GroupedRows, StackedGroups, Weight
-from model.ops.stacked_rows import StackedRows
+from model.ops.stored_weights import GroupedRows, StackedGroups, StackedRows, Weight
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 # The largest published mixtures of experts have about 50,000 weight matrices.

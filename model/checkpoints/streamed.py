@@ -21,8 +21,7 @@ from model.network.parameters import count_parameters
 from model.network.prepare import choose_backend
 from model.network.transformer import Transformer
 from model.ops.quantization import LayerFormats, format_of, keeps_precision
-from model.ops.stacked_groups import whole_weight
-from model.ops.stacked_rows import StackedRows
+from model.ops.stored_weights import StackedRows, whole_weight
 from model.ops.torch_ops import TORCH, TorchNetworkOps
 from model.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from model.ops.stacked_groups import GroupedRows
+from model.ops.stored_weights import GroupedRows
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ The copy has the weights of the served network: packed weights are unpacked, and
 scales. It differs from the served network only in the precision of its arithmetic.
 """
 
+import logging
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +18,8 @@ from model.ops.cpu.grouped_linear import GroupedLinear
 from model.ops.cpu.packed_linear import PackedLinear
 from model.ops.quantization import QuantizedLinear
 from model.ops.torch_ops import TORCH
+
+logger = logging.getLogger(__name__)
 
 
 def linear_weight(layer: nn.Module) -> Tensor:
@@ -74,3 +79,40 @@ def copy_adapter(adapter: Adapter, dtype: torch.dtype) -> Adapter:
 def _plain_linear(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
     bias = linear_bias(layer)
     return TORCH.ops.linear(linear_weight(layer).to(dtype), None if bias is None else bias.to(dtype), dtype)
+
+
+class FloatNetwork:
+    """The copy of a network in `dtype`, and copies of its adapters. All are made on first use and kept.
+
+    One thread may use it at a time.
+    """
+
+    def __init__(self, served: Transformer, adapters: Mapping[str, Adapter], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._served = served
+        self._served_adapters = adapters
+        self._copy: Transformer | None = None
+        self._adapters: dict[str, Adapter] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """A bound of the memory that the copy of the network takes."""
+        return copy_bytes(self._served.config, self.dtype)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the copy has been made."""
+        return self._copy is not None
+
+    def get(self) -> Transformer:
+        """The copy of the network."""
+        if self._copy is None:
+            logger.info("copying the network to %s for gradients", str(self.dtype).removeprefix("torch."))
+            self._copy = float_copy(self._served, self.dtype)
+        return self._copy
+
+    def adapter(self, name: str | None) -> Adapter | None:
+        """The copy of an adapter; None for no adapter."""
+        if name is not None and name not in self._adapters:
+            self._adapters[name] = copy_adapter(self._served_adapters[name], self.dtype)
+        return None if name is None else self._adapters[name]

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.network.adapted_network import AdaptedNetwork
-from model.network.adapters import AdaptedRows, PassAdapters
+from model.network.adapters import AdaptedRows, Adapter, PassAdapters
 from model.network.attention import DenseContext
 from model.network.transformer import Transformer
 from model.ops.interface import Backend, NetworkOps
@@ -26,6 +25,22 @@ MAX_COST = 256
 """Of passes that are computed together, in tokens: the weights are then read often enough."""
 STAGES_PER_TOKEN = 4
 """Reading or changing so many stages of a short prompt takes at most as long as a token."""
+
+
+class AdaptedNetwork:
+    """`model` with `adapter` for all tokens, for single passes. None: no adapter, but the stages of adapters,
+    which an edit may name."""
+
+    def __init__(self, model: Transformer, adapter: Adapter | None) -> None:
+        self.backend = model.backend
+        self.model = model
+        self.adapter = adapter
+        self._adapters = PassAdapters.of(adapter)
+
+    def __call__(self, ids: Tensor, *, tap: Tap | None = None, rows: Sequence[int] | None = None) -> Tensor:
+        """The logits, as `Transformer.forward` returns them."""
+        logits: Tensor = self.model(ids, tap=tap, rows=rows, adapters=self._adapters)
+        return logits
 
 
 class Network(Protocol):

@@ -20,7 +20,7 @@ from model.ops.cpu.packed_linear import can_keep_formats
 from model.ops.gpu.backend import find_backend as find_gpu_backend
 from model.ops.interface import Backend
 from model.ops.quantization import LayerFormats, QuantizedLinear, format_of, keeps_precision
-from model.ops.stacked_groups import StackedGroups, Weight, whole_weight
+from model.ops.stored_weights import StackedGroups, Weight, whole_weight
 from model.ops.torch_ops import TORCH
 from model.ops.weight_formats import WeightFormat
 from model.progress import Progress

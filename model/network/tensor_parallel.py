@@ -34,8 +34,7 @@ from model.errors import InvalidField
 from model.network.ranks import Ranks
 from model.network.transformer import Transformer
 from model.ops.interface import NormRule
-from model.ops.stacked_groups import Weight, whole_weight
-from model.ops.stacked_rows import StackedRows
+from model.ops.stored_weights import StackedRows, Weight, whole_weight
 from model.ops.torch_ops import TORCH, TorchNetworkOps
 from model.progress import Progress
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from model.config import Activation, NormKind
 from model.ops.row_edits import RowEdits
-from model.ops.stacked_groups import Weight
+from model.ops.stored_weights import Weight
 from model.ops.summary import Summary
 from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.weight_formats import Format

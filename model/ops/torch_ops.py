@@ -12,7 +12,7 @@ from model.ops.cpu.grouped_packing import unpack_groups
 from model.ops.interface import Argmax, Backend, Draw, NormRule, Rotation, Top
 from model.ops.quantization import QuantizedLinear, quantize_to
 from model.ops.row_edits import edit_rows
-from model.ops.stacked_groups import Weight, whole_weight
+from model.ops.stored_weights import Weight, whole_weight
 from model.ops.summary import Summary, summarize
 from model.ops.torch_attention import apply_pattern, attention_scores, fused_attention, softcap, softmax
 from model.ops.torch_sampling import apply_masks, draw_tokens

@@ -7,8 +7,7 @@ import torch
 from fastapi import Request
 
 from model.checkpoints.load import Checkpoint
-from model.network.adapted_network import AdaptedNetwork
-from model.network.joint_passes import Network
+from model.network.joint_passes import AdaptedNetwork, Network
 from model.network.transformer import Transformer
 from model.tracing.stages import Stage, sizes_of
 from model.worked_examples import WORKED_EXAMPLES, WorkedExample, worked_example

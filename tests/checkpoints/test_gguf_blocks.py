@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType as Kind
 from model.checkpoints.gguf_files import read_gguf_checkpoint
 from model.checkpoints.gguf_files.blocks import KINDS, read_blocks
 from model.ops.cpu.grouped_packing import pack_stored, unpack_groups
-from model.ops.stacked_groups import StackedGroups
+from model.ops.stored_weights import StackedGroups
 from tests.checkpoints.test_gguf_models import CASES, tiny_config
 from tests.checkpoints.test_gguf_tensors import bits, random_blocks
 from tests.tiny import write_reference

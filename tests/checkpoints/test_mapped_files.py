@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from model.checkpoints.load import load_checkpoint
 from model.checkpoints.safetensors_directory import SafetensorsFiles
 from model.errors import CheckpointError
-from model.ops import stacked_rows
-from model.ops.stacked_rows import StackedRows
+from model.ops import stored_weights
+from model.ops.stored_weights import StackedRows
 from tests.checkpoints.files import edit_tensors
 from tests.tiny import random_ids
 
@@ -67,7 +67,7 @@ def test_a_small_checkpoint_may_be_overwritten_while_its_network_is_in_use(
 
 def test_only_a_large_tensor_that_needs_no_conversion_stays_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = torch.randn(8, 4)
-    monkeypatch.setattr(stacked_rows, "MAPPED_BYTES", stored.nbytes)
+    monkeypatch.setattr(stored_weights, "MAPPED_BYTES", stored.nbytes)
     assert StackedRows((stored,), torch.float32, CPU).tensor() is stored
     assert StackedRows((stored[:7],), torch.float32, CPU).tensor().data_ptr() != stored.data_ptr()
     for parts, dtype in (((stored,), torch.bfloat16), ((stored, stored), torch.float32)):
@@ -85,5 +85,5 @@ def test_a_network_whose_embedding_stays_in_the_file_computes_the_same(
     )
     ids = random_ids(71, 9)
     expected = load_checkpoint(str(originals["tied"])).model(ids)
-    monkeypatch.setattr(stacked_rows, "MAPPED_BYTES", 1)
+    monkeypatch.setattr(stored_weights, "MAPPED_BYTES", 1)
     assert torch.equal(load_checkpoint(str(directory)).model(ids), expected)

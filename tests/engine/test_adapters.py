@@ -13,8 +13,8 @@ from model.engine.engine import Engine
 from model.engine.request import Request
 from model.engine.trace_params import TraceParams
 from model.errors import InvalidField
-from model.network.adapted_network import AdaptedNetwork
 from model.network.adapters import Adapter, LowRankLayer
+from model.network.joint_passes import AdaptedNetwork
 from model.network.prepare import prepare_model
 from model.network.transformer import Transformer
 from model.tracing.selection import Selection

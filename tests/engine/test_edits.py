@@ -15,7 +15,7 @@ from model.engine.step_budget import StepBudget
 from model.engine.step_graphs import Customization
 from model.engine.trace_params import TraceParams
 from model.errors import InvalidField
-from model.network.adapted_network import AdaptedNetwork
+from model.network.joint_passes import AdaptedNetwork
 from model.network.prepare import prepare_model
 from model.network.transformer import Transformer
 from model.ops.row_edits import RowEdits

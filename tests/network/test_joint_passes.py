@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.network.adapted_network import AdaptedNetwork
-from model.network.joint_passes import PromptPass, compute_passes
+from model.network.joint_passes import AdaptedNetwork, PromptPass, compute_passes
 from model.network.transformer import Transformer
 from model.tracing.stages import stages_of
 from model.tracing.tap import Chain, Editor, Recorder, Tap

@@ -17,7 +17,7 @@ from model.checkpoints.adapters import load_adapter
 from model.checkpoints.families import FAMILIES
 from model.checkpoints.load import load_checkpoint
 from model.errors import CheckpointError
-from model.network.adapted_network import AdaptedNetwork
+from model.network.joint_passes import AdaptedNetwork
 from tests.tiny import ROUNDING, random_ids, write_reference
 
 transformers = pytest.importorskip("transformers")

@@ -10,7 +10,7 @@ import torch
 
 from model.checkpoints.adapters import load_adapter
 from model.checkpoints.load import BUNDLED, load_checkpoint
-from model.network.adapted_network import AdaptedNetwork
+from model.network.joint_passes import AdaptedNetwork
 from tests.ray_serve.clients import metric, prompts
 from tests.ray_serve.cluster import PATIENCE_SECONDS
 from tests.ray_serve.conftest import KEY

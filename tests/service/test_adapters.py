@@ -12,7 +12,7 @@ import torch
 from forwardscope import Client
 from model.checkpoints.adapters import load_adapter
 from model.checkpoints.load import load_checkpoint
-from model.network.adapted_network import AdaptedNetwork
+from model.network.joint_passes import AdaptedNetwork
 from service.loading import load_model
 from service.settings import Settings
 from tests.checkpoints.adapter_files import write_adapter

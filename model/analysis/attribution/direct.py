@@ -17,10 +17,10 @@ from torch import Tensor
 
 from model.analysis.attribution.target import LogitTarget
 from model.analysis.edit_sources import edited_pass
-from model.network.adapted_network import AdaptedNetwork
 from model.network.adapters import Adapter
 from model.network.feed_forward import FeedForward
 from model.network.float_copy import linear_bias, linear_weight
+from model.network.joint_passes import AdaptedNetwork
 from model.network.norms import Norm
 from model.network.transformer import Block, Transformer
 from model.tracing.edits import BoundEdits

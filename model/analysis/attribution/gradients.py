@@ -12,8 +12,8 @@ from torch import Tensor
 from model.analysis.attribution.target import StageTarget, Target
 from model.analysis.edit_sources import edited_pass
 from model.config import ModelConfig
-from model.network.adapted_network import AdaptedNetwork
 from model.network.adapters import Adapter
+from model.network.joint_passes import AdaptedNetwork
 from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits
 from model.tracing.stages import Stage, count_numbers, stages_of

@@ -11,7 +11,7 @@ from model.analysis.compare.position_changes import position_changes, rotary_cha
 from model.checkpoints.streamed import StreamedLinear
 from model.config import Activation, ModelConfig
 from model.network.transformer import Transformer
-from model.ops.stacked_rows import StackedRows
+from model.ops.stored_weights import StackedRows
 
 EPSILONS = (1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 

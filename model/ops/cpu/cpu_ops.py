@@ -22,7 +22,7 @@ from model.ops.cpu.packed_linear import pack_linear
 from model.ops.cpu.paged_attention import PagedAttention, PagedRead
 from model.ops.cpu.shared_layout import Kernel, find_kernels
 from model.ops.interface import Backend, NetworkOps, NormRule, Rotation
-from model.ops.stacked_groups import Weight
+from model.ops.stored_weights import Weight
 from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import TORCH
 from model.ops.weight_formats import Format

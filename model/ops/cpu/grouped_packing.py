@@ -11,8 +11,7 @@ from model.ops.cpu.launch import call
 from model.ops.cpu.packing import TILE, RowAddresses
 from model.ops.cpu.shared_layout import find_kernel
 from model.ops.quantization import quantize_to
-from model.ops.stacked_groups import NUMBERS_AT_A_TIME, GroupedRows, StackedGroups, row_bounds
-from model.ops.stacked_rows import StackedRows
+from model.ops.stored_weights import NUMBERS_AT_A_TIME, GroupedRows, StackedGroups, StackedRows, row_bounds
 from model.ops.weight_formats import GROUP, GroupedWeight, PackedGroups, WeightFormat
 
 VECTORS = GROUP // 4  # of a group: as VECTORS_PER_GROUP in weight_formats.h

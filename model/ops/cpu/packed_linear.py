@@ -16,8 +16,7 @@ from model.ops.cpu.launch import call, empty
 from model.ops.cpu.layout import OUTPUTS_PER_TASK, linear_input
 from model.ops.cpu.packing import DEPTH, PackedWeight, pack_rows, unpack, unpack_part
 from model.ops.cpu.shared_layout import Kernel, find_kernel
-from model.ops.stacked_groups import StackedGroups, Weight
-from model.ops.stacked_rows import StackedRows
+from model.ops.stored_weights import StackedGroups, StackedRows, Weight
 from model.ops.weight_formats import Format, PackedGroups
 
 NUMBERS_PER_WIDEN_TASK = 16384  # with fewer numbers, starting another thread costs more than widening them

@@ -14,7 +14,7 @@ from model.ops.cpu import large_memory
 from model.ops.cpu.constants import BFLOAT16_DEPTH, FLOAT32_DEPTH, VECTOR_WIDTH
 from model.ops.cpu.launch import call
 from model.ops.cpu.shared_layout import find_kernel
-from model.ops.stacked_rows import StackedRows
+from model.ops.stored_weights import StackedRows
 
 TILE = VECTOR_WIDTH  # outputs of a tile
 DEPTH = {torch.float32: FLOAT32_DEPTH, torch.bfloat16: BFLOAT16_DEPTH}  # inputs of one output that lie side by side

@@ -14,7 +14,7 @@ from fastapi import Response
 from forwardscope.results.attributions import Attribution, method_of
 from model.analysis.attribution.gradients import gradient_bytes
 from model.network.adapters import Adapter
-from model.network.float_network import FloatNetwork
+from model.network.float_copy import FloatNetwork
 from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits
 from model.tracing.pauses import pause

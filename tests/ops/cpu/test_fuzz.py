@@ -20,7 +20,7 @@ from model.ops.cpu.paged_attention import PagedRead, empty_partials
 from model.ops.interface import Draw, NormRule
 from model.ops.quantization import INT4, INT8, quantize_to
 from model.ops.row_edits import EditRule, EditSeries, RowEdit, RowEdits
-from model.ops.stacked_rows import StackedRows
+from model.ops.stored_weights import StackedRows
 from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import TORCH
 from model.ops.weight_formats import FORMATS, GROUP, SUPERGROUP, WeightFormat

@@ -9,7 +9,7 @@ from model.ops.cpu.grouped_packing import pack_weight, quantize_rows, unpack_gro
 from model.ops.cpu.packing import PackedWeight, pack, pack_rows, unpack
 from model.ops.cpu.shared_layout import find_kernel
 from model.ops.quantization import INT4, INT5, INT8, quantize_to
-from model.ops.stacked_rows import StackedRows
+from model.ops.stored_weights import StackedRows
 from model.ops.weight_formats import GROUP, PackedGroups, WeightFormat
 from tests.ops.cpu.common import DTYPES, NO_KERNELS
 
