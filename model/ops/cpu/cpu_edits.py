@@ -1,6 +1,6 @@
 """Edits of stages with our own kernels (`csrc/edits.cpp`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,7 +10,7 @@ from model.ops.cpu.constants import EDIT_KINDS
 from model.ops.cpu.cpu_summaries import write_distribution
 from model.ops.cpu.launch import call, call_brief, empty
 from model.ops.cpu.layout import DTYPES, NUMBERS_PER_TASK, merge_outer_dims, num_tasks
-from model.ops.cpu.shared_layout import Argument, Kernel, Layout, check_layout, find_kernels
+from model.ops.cpu.shared_layout import Argument, Kernel, Layout, check_layout, need_kernels
 from model.ops.row_edits import EditSeries, RowEdit, RowEdits, edit_rows
 
 BRIEF = 16384  # the numbers that one thread edits in a few microseconds
@@ -27,27 +27,19 @@ ROW_EDIT = Layout(  # a struct that Python writes itself
         "second": "number",
     }
 )
-Kernels = Mapping[torch.dtype, Mapping[str, Kernel]]  # by their names
-
-
-def find_edit_kernels() -> Kernels | None:
-    """The kernels of `CpuEdits`; None if this CPU has none."""
-    kernels: dict[torch.dtype, dict[str, Kernel]] = {}
-    for dtype in DTYPES:
-        edits = find_kernels("edits", dtype, ("copy_rows", "edit_rows", "apply_pattern"))
-        statistics = find_kernels("statistics", dtype, ["distribution"])
-        if edits is None or statistics is None:
-            return None
-        kernels[dtype] = edits | statistics
-    return kernels
 
 
 class CpuEdits:
     """The operations of `NetworkOps` that only edits need, for stages of float32 and bfloat16."""
 
-    def __init__(self, edit_kernels: Kernels) -> None:
+    def __init__(self) -> None:
+        """Raises `MissingKernel` if this CPU has none."""
         check_layout("edits", "row_edit", ROW_EDIT)
-        self._edit_kernels = edit_kernels
+        self._edit_kernels = {
+            dtype: need_kernels("edits", dtype, "copy_rows", "edit_rows", "apply_pattern")
+            | need_kernels("statistics", dtype, "distribution")
+            for dtype in DTYPES
+        }
         self._tables: WeakKeyDictionary[EditSeries, bytes] = WeakKeyDictionary()
 
     def edit_rows(self, x: Tensor, edited: Sequence[RowEdits]) -> Tensor:

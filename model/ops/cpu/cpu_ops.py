@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from model.config import Activation
 from model.ops.cpu import launch, libraries
-from model.ops.cpu.cpu_edits import CpuEdits, Kernels, find_edit_kernels
+from model.ops.cpu.cpu_edits import CpuEdits
 from model.ops.cpu.cpu_sampling import CpuSamplingOps
 from model.ops.cpu.cpu_summaries import CpuSummaryOps
 from model.ops.cpu.instruction_levels import chosen_level
@@ -20,7 +20,7 @@ from model.ops.cpu.launch import call, empty
 from model.ops.cpu.layout import DTYPES, merge_outer_dims, num_tasks
 from model.ops.cpu.packed_linear import pack_linear
 from model.ops.cpu.paged_attention import PagedAttention, PagedRead
-from model.ops.cpu.shared_layout import Kernel, find_kernels
+from model.ops.cpu.shared_layout import Kernel, MissingKernel, need_kernels
 from model.ops.interface import Backend, NetworkOps, NormRule, Rotation
 from model.ops.stored_weights import Weight
 from model.ops.torch_attention import CausalMask, ScoreRule
@@ -37,29 +37,24 @@ def find_backend(dtype: torch.dtype, d_head: int) -> Backend | None:
     # The first library that cannot be loaded logs the reason; the others are not tried.
     if launch.thread_pool() is None or libraries.load("elementwise") is None:
         return None
-    kernels = find_kernels(
-        "elementwise", dtype, (*ACTIVATIONS, "take_rows", "add", "scale", "softcap", "norm", "rotate")
-    )
-    rotations = find_kernels(
-        "elementwise", torch.float32, ("rotation", "select_rotation")
-    )  # in float32 for every dtype
-    sampling, summaries = CpuSamplingOps.find(dtype), CpuSummaryOps.find(dtype)
-    paged_attention, edits = PagedAttention.find(dtype, d_head), find_edit_kernels()
-    if kernels is None or rotations is None or sampling is None or summaries is None or edits is None:
+    names = (*ACTIVATIONS, "take_rows", "add", "scale", "softcap", "norm", "rotate")
+    paged_attention = PagedAttention.find(dtype, d_head)
+    try:
+        kernels = need_kernels("elementwise", dtype, *names)
+        kernels |= need_kernels("elementwise", torch.float32, "rotation", "select_rotation")  # for every dtype
+        ops, sampling, summaries = CpuNetworkOps(kernels, paged_attention), CpuSamplingOps(dtype), CpuSummaryOps(dtype)
+    except MissingKernel:
         return None
     level = chosen_level()
     assert level is not None, "a library was loaded"
-    ops = CpuNetworkOps(kernels | rotations, paged_attention, edits)
     return Backend(ops, sampling, summaries, paged_attention, summaries.kernels, kernels=level.name)
 
 
 class CpuNetworkOps(CpuEdits):
     """`NetworkOps` with our kernels. PyTorch computes what has no kernel."""
 
-    def __init__(
-        self, kernels: Mapping[str, Kernel], paged_attention: PagedAttention | None, edit_kernels: Kernels
-    ) -> None:
-        super().__init__(edit_kernels)
+    def __init__(self, kernels: Mapping[str, Kernel], paged_attention: PagedAttention | None) -> None:
+        super().__init__()
         self._kernels = kernels
         self._paged_attention = paged_attention
         self.batch_invariant = paged_attention is not None  # without it, PyTorch computes attention

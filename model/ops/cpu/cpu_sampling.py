@@ -7,7 +7,7 @@ from torch import Tensor
 
 from model.ops.cpu.launch import call, empty
 from model.ops.cpu.layout import DTYPES
-from model.ops.cpu.shared_layout import Kernel, Layout, check_layout, find_kernel
+from model.ops.cpu.shared_layout import Layout, check_layout, find_kernel, need_kernel
 from model.ops.interface import Argmax, Draw
 from model.ops.torch_ops import TORCH
 
@@ -17,19 +17,12 @@ PARAMETERS = Layout(dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), "n
 class CpuSamplingOps:
     """`SamplingOps` for logits of `dtype`. Draws also take float32 logits, which penalties produce."""
 
-    def __init__(self, dtype: torch.dtype, argmax: Kernel, draws: dict[torch.dtype, Kernel]) -> None:
-        self._dtype = dtype
-        self._argmax = argmax
-        self._draws = draws
-
-    @classmethod
-    def find(cls, dtype: torch.dtype) -> "CpuSamplingOps | None":
-        """The operations with the kernels of this dtype; None if this CPU has none."""
-        argmax = find_kernel("statistics", "argmax", dtype)
-        draws = {each: find_kernel("sampling", "draw", each) for each in DTYPES}
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Raises `MissingKernel` if this CPU has none for this dtype."""
         check_layout("sampling", "draw_parameters", PARAMETERS)
-        available = {each: kernel for each, kernel in draws.items() if kernel is not None}
-        return None if argmax is None else cls(dtype, argmax, available)
+        self._dtype = dtype
+        self._argmax = need_kernel("statistics", "argmax", dtype)
+        self._draws = {each: find_kernel("sampling", "draw", each) for each in DTYPES}
 
     def argmax(self, logits: Tensor, masks: Tensor | None = None) -> Argmax:
         if logits.dtype != self._dtype:  # for example after penalties

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from model.ops.cpu.launch import call, empty
-from model.ops.cpu.shared_layout import Kernel, find_kernel
+from model.ops.cpu.shared_layout import Kernel, need_kernel
 from model.ops.cpu.trace_kernels import TraceKernels, decode_summaries
 from model.ops.interface import Top
 from model.ops.summary import Summary, summarize
@@ -18,20 +18,12 @@ MAX_TOP = 64  # for more numbers per row, PyTorch's `topk` is faster
 class CpuSummaryOps:
     """`SummaryOps` for logits of one dtype, and for stages of float32 or bfloat16."""
 
-    def __init__(self, dtype: torch.dtype, distribution: Kernel, top: Kernel, kernels: TraceKernels) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Raises `MissingKernel` if this CPU has none for this dtype."""
         self._dtype = dtype
-        self._distribution = distribution
-        self._top = top
-        self.kernels = kernels
-
-    @classmethod
-    def find(cls, dtype: torch.dtype) -> "CpuSummaryOps | None":
-        """The operations with the kernels of this dtype; None if this CPU has none."""
-        distribution = find_kernel("statistics", "distribution", dtype)
-        top, kernels = find_kernel("tracing", "top", dtype), TraceKernels.find()
-        if distribution is None or top is None or kernels is None:
-            return None
-        return cls(dtype, distribution, top, kernels)
+        self._distribution = need_kernel("statistics", "distribution", dtype)
+        self._top = need_kernel("tracing", "top", dtype)
+        self.kernels = TraceKernels()
 
     def distribution(self, logits: Tensor, *, wants_probabilities: bool) -> tuple[Tensor | None, Tensor]:
         probabilities = empty(logits.shape, torch.float32) if wants_probabilities else None

@@ -13,7 +13,7 @@ from model.ops.cpu.constants import INPUT_GROUP_BYTES
 from model.ops.cpu.grouped_packing import dequantize_part, unpack_groups
 from model.ops.cpu.launch import call, empty
 from model.ops.cpu.layout import OUTPUTS_PER_TASK, linear_input
-from model.ops.cpu.shared_layout import Kernel, find_kernel
+from model.ops.cpu.shared_layout import find_kernel, need_kernel
 from model.ops.weight_formats import GROUP, PackedGroups, WeightFormat
 
 
@@ -29,12 +29,8 @@ class GroupedLinear(nn.Module):
         self.out_features, self.in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
         self.dtype = dtype
         self.bias = None if bias is None else bias.contiguous()
-        quantize = _find_quantize(dtype)
-        kernels = [_find_linear(part.format) for part in parts]
-        assert quantize is not None
-        self._quantize = quantize
-        self._kernels = [kernel for kernel in kernels if kernel is not None]
-        assert len(self._kernels) == len(parts)
+        self._quantize = need_kernel("grouped_linear", "quantize_groups", dtype)
+        self._kernels = [need_kernel("grouped_linear", f"linear_{part.format.name}", None) for part in parts]
 
     def unpacked(self) -> Tensor:
         """The weight (N, K) in float32, as far as its bits go."""
@@ -80,12 +76,5 @@ class GroupedLinear(nn.Module):
 
 def has_grouped_kernel(format: WeightFormat, dtype: torch.dtype) -> bool:
     """Whether our kernels can multiply by a weight in this format, with numbers of this dtype."""
-    return _find_quantize(dtype) is not None and _find_linear(format) is not None
-
-
-def _find_quantize(dtype: torch.dtype) -> Kernel | None:
-    return find_kernel("grouped_linear", "quantize_groups", dtype)
-
-
-def _find_linear(format: WeightFormat) -> Kernel | None:
-    return find_kernel("grouped_linear", f"linear_{format.name}", None)
+    names = (("quantize_groups", dtype), (f"linear_{format.name}", None))
+    return all(find_kernel("grouped_linear", name, own_dtype) is not None for name, own_dtype in names)

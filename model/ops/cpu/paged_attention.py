@@ -13,7 +13,7 @@ from torch import Tensor
 from model.ops.cpu.constants import KEYS_PER_CHUNK, PARTIAL_PADDING, VECTOR_WIDTH
 from model.ops.cpu.launch import MAX_TASKS, call, empty
 from model.ops.cpu.layout import merge_outer_dims, num_tasks
-from model.ops.cpu.shared_layout import Argument, Kernel, find_kernels
+from model.ops.cpu.shared_layout import Argument, Kernel, MissingKernel, need_kernels
 from model.ops.quantized_rows import QuantizedRows
 from model.ops.torch_attention import CausalMask, ScoreRule
 
@@ -81,8 +81,10 @@ class PagedAttention:
         if d_head % VECTOR_WIDTH != 0:
             return None
         names = ("attention", "attention_combine", "attention_scores", "write_quantized")
-        writing, kernels = find_kernels("elementwise", dtype, ["write_rows"]), find_kernels("attention", dtype, names)
-        return None if writing is None or kernels is None else cls(writing | kernels)
+        try:
+            return cls(need_kernels("elementwise", dtype, "write_rows") | need_kernels("attention", dtype, *names))
+        except MissingKernel:
+            return None
 
     def write(
         self, k: Tensor, v: Tensor, keys: Tensor | QuantizedRows, values: Tensor | QuantizedRows, slots: Tensor

@@ -5,7 +5,7 @@ The C++ code declares the structs. A library exports a description of each (`csr
 
 import ctypes
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +24,10 @@ Argument = int | float | Tensor | None
 
 class LayoutMismatch(RuntimeError):
     """Python and C++ disagree about a struct or a constant: a mistake in the code of this package."""
+
+
+class MissingKernel(Exception):
+    """There is no such kernel for this CPU, or its library could not be built."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +108,17 @@ def find_kernel(library: str, name: str, dtype: torch.dtype | None) -> Kernel | 
     return Kernel(full_name, address, Layout.read(loaded, f"{full_name}_arguments"))
 
 
-def find_kernels(library: str, dtype: torch.dtype, names: Sequence[str]) -> dict[str, Kernel] | None:
-    """Several kernels of one library and dtype, by name; None if this CPU lacks one of them."""
-    found = {name: find_kernel(library, name, dtype) for name in names}
-    kernels = {name: kernel for name, kernel in found.items() if kernel is not None}
-    return kernels if len(kernels) == len(found) else None
+def need_kernel(library: str, name: str, dtype: torch.dtype | None) -> Kernel:
+    """Like `find_kernel`, but raises `MissingKernel` if there is none for this CPU."""
+    kernel = find_kernel(library, name, dtype)
+    if kernel is None:
+        raise MissingKernel(name)
+    return kernel
+
+
+def need_kernels(library: str, dtype: torch.dtype, *names: str) -> dict[str, Kernel]:
+    """Several kernels of one library and dtype, by name."""
+    return {name: need_kernel(library, name, dtype) for name in names}
 
 
 def load_checked(library: str) -> ctypes.CDLL | None:

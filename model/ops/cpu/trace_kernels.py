@@ -6,9 +6,7 @@ Each object keeps the memory that its recorded calls read and write.
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor
 from model.ops.cpu.constants import NUM_MOMENTS, SUMMARY_CHUNK
 from model.ops.cpu.launch import call
 from model.ops.cpu.layout import DTYPES, equal_rows
-from model.ops.cpu.shared_layout import Kernel, Layout, check_layout, find_kernel
+from model.ops.cpu.shared_layout import Kernel, Layout, check_layout, need_kernel
 from model.ops.summary import Summary
 
 STATISTICS = Layout(
@@ -113,30 +111,22 @@ class GatherCopy:
         )
 
 
-@dataclass(frozen=True)
 class TraceKernels:
-    """The kernels of recorded traces."""
+    """The kernels of recorded traces, for stages of float32 and bfloat16."""
 
-    joins_lenses: ClassVar[bool] = True  # the logits of lenses and of the step may be rows of one product
+    joins_lenses = True  # the logits of lenses and of the step may be rows of one product
 
-    moments: dict[torch.dtype, Kernel]
-    combine_moments: Kernel
-    copy_pieces: Kernel
-
-    @classmethod
-    def find(cls) -> "TraceKernels | None":
-        """The kernels for stages of float32 and bfloat16; None if this CPU has none."""
-        moments = {each: find_kernel("statistics", "moments", each) for each in DTYPES}
-        combine = find_kernel("statistics", "summaries", torch.float32)
-        copy_pieces = find_kernel("tracing", "copy_pieces", torch.float32)
+    def __init__(self) -> None:
+        """Raises `MissingKernel` if this CPU has none."""
+        self.moments = {each: need_kernel("statistics", "moments", each) for each in DTYPES}
+        self._combine = need_kernel("statistics", "summaries", torch.float32)
+        self._copy_pieces = need_kernel("tracing", "copy_pieces", torch.float32)
         check_layout("statistics", "tensor_layout", TENSOR_LAYOUT)
         check_layout("statistics", "summary", STATISTICS)
         check_layout("tracing", "piece", PIECE)
-        available = {each: kernel for each, kernel in moments.items() if kernel is not None}
-        return None if combine is None or copy_pieces is None else cls(available, combine, copy_pieces)
 
     def summary_calls(self, dtype: torch.dtype, tensors: Sequence[Tensor]) -> SummaryCalls:
-        return SummaryCalls(self.moments[dtype], self.combine_moments, tensors)
+        return SummaryCalls(self.moments[dtype], self._combine, tensors)
 
     def gather_copy(self, tensors: Sequence[Tensor], first_variable: int | None = None) -> GatherCopy:
-        return GatherCopy(self.copy_pieces, tensors, first_variable)
+        return GatherCopy(self._copy_pieces, tensors, first_variable)
