@@ -3,14 +3,13 @@
 A step with a trace is recorded if possible (recorded_trace.py). Otherwise the tracer collects the stages by a tap.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from model.engine.lazy_sequence import LazySequence
 from model.engine.logit_lens import LensLayer, LensLogits
 from model.engine.recorded_trace import RecordedTrace, StageCopy
 from model.engine.scheduler import ScheduledSequence
@@ -32,17 +31,21 @@ ENTRY_BYTES, LIST_BYTES, STAGE_BYTES = 128, 512, 768
 class StepTrace:
     """The trace of one sequence in one step: the traced `positions` that it computed, and their stages in order.
 
-    The stages of a recorded step are created when they are first read. There are `predictions` for each position if the
-    request asks for any, and a `logit_lens` if the step chose a token. `constraint` is the effect of a grammar on the
-    choice, if there is one.
+    There are `predictions` for each position if the request asks for any, and a `logit_lens` if the step chose a token.
+    `constraint` is the effect of a grammar on the choice, if there is one.
     """
 
     positions: list[int]
-    stages: Sequence[StageTrace]
+    made: Sequence[StageTrace] | Callable[[], Sequence[StageTrace]]  # the stages, or what makes them
     num_bytes: int  # an estimate of the memory that the trace holds
     predictions: list[Predictions]
     logit_lens: Sequence[LensLayer] | None
     constraint: ConstraintEffect | None = None
+
+    @cached_property
+    def stages(self) -> Sequence[StageTrace]:
+        """Those of a recorded step are made when they are first read, possibly on another thread."""
+        return self.made() if callable(self.made) else self.made
 
 
 class StepTracer:
@@ -126,12 +129,14 @@ class StepTracer:
             self._collector.finish()
         if not (self.positions or layers or constraint):
             return None
-        stages, num_bytes = self._stages(found, None if recorded is None else recorded.copy_stages())
+        made, num_bytes = self._stages(found, None if recorded is None else recorded.copy_stages())
         num_bytes += _bytes_of(predictions) + (0 if layers is None else _bytes_of([layer.top for layer in layers]))
-        return StepTrace(self.positions, stages, num_bytes, predictions, layers, constraint)
+        return StepTrace(self.positions, made, num_bytes, predictions, layers, constraint)
 
-    def _stages(self, found: dict[str, StageTrace], copy: StageCopy | None) -> tuple[Sequence[StageTrace], int]:
-        """The traced stages in order, and an estimate of the memory that they hold."""
+    def _stages(
+        self, found: dict[str, StageTrace], copy: StageCopy | None
+    ) -> tuple[Sequence[StageTrace] | Callable[[], Sequence[StageTrace]], int]:
+        """The traced stages in order, or what makes them, and an estimate of the memory that they hold."""
         ordered = self._params.selection.stages
         num_bytes = STAGE_BYTES * len(found) + bytes_of_values(found.values())
         if copy is None:
@@ -142,7 +147,7 @@ class StepTracer:
             return [found[stage.name] for stage in ordered if stage.name in found]
 
         num_bytes += STAGE_BYTES * len(copy.traces) + copy.num_bytes
-        return LazySequence(len(found) + len(copy.stages), make), num_bytes
+        return make, num_bytes
 
     def _read_out(self, logits: Tensor, next_tokens: Sequence[int]) -> dict[str, StageTrace]:
         """The stages that are computed from the logits and the next tokens."""
