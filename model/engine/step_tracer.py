@@ -18,10 +18,9 @@ from model.network.transformer import Transformer
 from model.text.sampling import ConstraintEffect
 from model.tracing.predictions import Predictions, compute_loss, predict
 from model.tracing.selection import StageCollector, StageTrace, bytes_of_values
-from model.tracing.stages import Stage, last_residuals, sizes_of
+from model.tracing.stages import AFTER_LOGITS, Stage, last_residuals, sizes_of
 from model.tracing.tap import Chain, Recorder, Tap
 
-AFTER_CHOICE = frozenset({"probabilities", "loss"})  # stages that are computed when the next token is known
 # Estimates of the memory that a trace holds: for one predicted token (its id, logit and probability), one list of
 # them, and one stage with its summary.
 ENTRY_BYTES, LIST_BYTES, STAGE_BYTES = 128, 512, 768
@@ -87,7 +86,7 @@ class StepTracer:
     @cached_property
     def _recorder(self) -> Recorder:
         stages = self._params.selection.stages if self.positions else ()
-        return Recorder([stage for stage in stages if stage.name not in AFTER_CHOICE], self._keep)
+        return Recorder([stage for stage in stages if stage.name not in AFTER_LOGITS], self._keep)
 
     @cached_property
     def _collector(self) -> StageCollector:
@@ -151,8 +150,8 @@ class StepTracer:
 
     def _read_out(self, logits: Tensor, next_tokens: Sequence[int]) -> dict[str, StageTrace]:
         """The stages that are computed from the logits and the next tokens."""
-        recorder = Recorder([each for each in self._params.selection.stages if each.name in AFTER_CHOICE], self._keep)
-        if not self._params.names.isdisjoint(AFTER_CHOICE):
+        recorder = Recorder([each for each in self._params.selection.stages if each.name in AFTER_LOGITS], self._keep)
+        if not self._params.names.isdisjoint(AFTER_LOGITS):
             compute_loss(logits[None], next_tokens, recorder, self._model.backend.summaries)
         return recorder.kept
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from model.errors import InvalidField
-from model.tracing.stages import Stage, UnknownStage, select
-from model.tracing.tap import DERIVED
+from model.tracing.stages import AFTER_LOGITS, Stage, UnknownStage, select
 
 FIELD = "hooks"
 
@@ -55,7 +54,7 @@ class Hooks:
                     FIELD, f"the value of {glob!r} is not a function (tensor, context) -> tensor or None"
                 )
             for stage in selected:
-                if stage.name in DERIVED:
+                if stage.name in AFTER_LOGITS:
                     raise InvalidField(FIELD, f"{stage.name} cannot be hooked, because nothing depends on it")
                 self._hooks[stage.name].append(hook)
 

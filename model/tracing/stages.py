@@ -42,6 +42,7 @@ OUTPUT_STAGES = (
     Stage("probabilities", VOCABULARY, has_selected_rows=True),
     Stage("loss", ("batch", "position"), has_selected_rows=True),
 )
+AFTER_LOGITS = ("probabilities", "loss")  # computed after the pass, so nothing in it depends on them
 
 
 def norm_stages(name: str, dims: tuple[str, ...] = RESIDUAL, *, has_selected_rows: bool = False) -> list[Stage]:

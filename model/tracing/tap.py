@@ -17,10 +17,9 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.tracing.pauses import pause
 from model.tracing.stage_hints import stage_hint
-from model.tracing.stages import Stage, known_names, stages_of
+from model.tracing.stages import AFTER_LOGITS, Stage, known_names, stages_of
 
 BLOCK = re.compile(r"^blocks\.\d+\.")
-DERIVED = ("probabilities", "loss")  # from the logits, after the pass
 Tap = Callable[[str, Tensor], Tensor]
 """(full stage name, value) -> the value with which the pass continues.
 
@@ -71,7 +70,7 @@ class Editor:
 
     def _require(self, known: Collection[str], names: Iterable[str]) -> None:
         for name, place in zip(self._edits, names, strict=True):
-            if place in DERIVED:
+            if place in AFTER_LOGITS:
                 raise ValueError(f"{name!r} cannot be edited, because nothing depends on it")
             if place not in known:
                 hint = stage_hint(place, sorted(known), lambda other: other in known)

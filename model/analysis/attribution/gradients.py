@@ -16,10 +16,9 @@ from model.network.adapters import Adapter
 from model.network.joint_passes import AdaptedNetwork
 from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits
-from model.tracing.stages import Stage, count_numbers, stages_of
+from model.tracing.stages import AFTER_LOGITS, Stage, count_numbers, stages_of
 from model.tracing.tap import Chain, Recorder, Tap
 
-AFTER_LOGITS = ("probabilities", "loss")
 # A pass that is differentiated keeps about this many tensors for each stage that it computes: the stage itself, and
 # what the derivatives of the next operations need.
 COPIES = 3

@@ -21,7 +21,7 @@ from model.analysis.compare.position_changes import theta_hint
 from model.analysis.compare.values import named_values
 from model.network.transformer import Transformer
 from model.tracing.pauses import pause
-from model.tracing.stages import Stage
+from model.tracing.stages import AFTER_LOGITS, Stage
 from model.tracing.tap import EndingTap, PassEnded
 
 MAX_HINTS = 3
@@ -60,7 +60,7 @@ class Suspect:
 @torch.no_grad()
 def find_hints(suspect: Suspect) -> Sequence[Hint]:
     """Test every known mistake, and return those that explain the suspect stage, the best one first."""
-    if suspect.stage.name in ("probabilities", "loss") or not suspect.value[suspect.value.isfinite()].numel():
+    if suspect.stage.name in AFTER_LOGITS or not suspect.value[suspect.value.isfinite()].numel():
         return []
     found: list[tuple[float, Hint]] = []
     segment = find_segment(suspect)

@@ -17,11 +17,10 @@ from model.tracing.edits.operands import Numbers, Part, check_number, limits, re
 from model.tracing.edits.plan import EditMatch, EditPlan, FromSource, PlannedEdit, SourcePass
 from model.tracing.edits.positions import Positions, PositionSet, PositionWord, resolve_positions
 from model.tracing.pauses import pause
-from model.tracing.stages import Stage, UnknownStage, Widths, select, select_rows, sizes_of
+from model.tracing.stages import AFTER_LOGITS, Stage, UnknownStage, Widths, select, select_rows, sizes_of
 
 MAX_EDITS = 64
 MAX_CHANGED_STAGES = 2048  # of all edits together: each costs time in every step
-FINAL_STAGES = ("probabilities", "loss")  # nothing depends on them
 MAX_NOISY_STAGES = 64  # in a request; each takes half a millisecond in every step
 MAX_NOISE = 1 << 22  # numbers of noise for one prompt, which take about half a second
 MAX_SEED = (1 << 63) - 1
@@ -147,7 +146,7 @@ class _Planner:
                 raise InvalidField(f"{field}.vector", reason)
             stages = found
         for stage in stages:
-            if stage.name in FINAL_STAGES:
+            if stage.name in AFTER_LOGITS:
                 reason = f"{stage.name} cannot be edited, because nothing depends on it; 'blocks.*' leaves it out"
                 raise InvalidField(f"{field}.stage", reason)
         return stages
