@@ -360,8 +360,7 @@ class LocalModel(Batches):
     ) -> tuple[BoundEdits, tuple[AppliedEdit, ...]]:
         """Check edits for a prompt, and run the passes from which some take their values."""
         checkpoint = self.checkpoint
-        config, device = checkpoint.model.config, checkpoint.model.embed.weight.device
-        return bind_edits(edits, network, config, checkpoint.stages, ids, max_length, self._ids_of, device)
+        return bind_edits(edits, network, checkpoint.model.config, checkpoint.stages, ids, max_length, self._ids_of)
 
     def harvest(
         self,

@@ -30,7 +30,6 @@ def bind_edits(
     ids: Sequence[int],
     max_length: int,
     ids_of: Callable[[Any], list[int]],
-    device: torch.device,
 ) -> tuple[BoundEdits, tuple[AppliedEdit, ...]]:
     """Check edits for a prompt, and run the passes from which some take their values.
 
@@ -39,7 +38,7 @@ def bind_edits(
     given = to_mappings(edits, "edits", "edit")
     read = [read_edit(edit, f"edits.{index}", ids_of) for index, edit in enumerate(given)]
     plan = plan_edits(read, config, stages, ids, max_length)
-    return plan.bind(compute_sources(network, plan, device)), describe_edits(plan)
+    return plan.bind(compute_sources(network, plan)), describe_edits(plan)
 
 
 def read_edit(edit: Mapping[str, Any], field: str, ids_of: Callable[[Any], list[int]]) -> Edit:

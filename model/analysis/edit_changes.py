@@ -58,11 +58,10 @@ def residuals(
     config: ModelConfig,
     ids: Sequence[int],
     edits: BoundEdits | None = None,
-    device: torch.device | str = "cpu",
 ) -> list[StageTrace]:
     """The residuals after each block of one pass over `ids`, plain or edited."""
     stages, rows = last_residuals(config), [len(ids) - 1]
     selection = Selection(stages=stages, detail="values")
     recorder = Recorder(stages, StageCollector(selection, sizes_of(config, len(ids))))
-    edited_pass(network, ids, edits, tap=recorder, rows=rows, device=device)
+    edited_pass(network, ids, edits, tap=recorder, rows=rows)
     return [recorder.kept[stage.name] for stage in stages]

@@ -14,28 +14,28 @@ from model.tracing.tap import Chain, Recorder, Tap
 Network = Transformer | AdaptedNetwork
 
 
-def compute_sources(network: Network, plan: EditPlan, device: torch.device | str = "cpu") -> list[Mapping[str, Tensor]]:
+def compute_sources(network: Network, plan: EditPlan) -> list[Mapping[str, Tensor]]:
     """The values for `EditPlan.bind`: those of each source pass."""
-    return [compute_source(network, source, device) for source in plan.sources]
+    return [compute_source(network, source) for source in plan.sources]
 
 
 @torch.inference_mode()
-def compute_source(network: Network, source: SourcePass, device: torch.device | str = "cpu") -> Mapping[str, Tensor]:
+def compute_source(network: Network, source: SourcePass) -> Mapping[str, Tensor]:
     """Run one source pass, and keep its stages at its positions only.
 
     `network` must have the adapter of the edited request.
     """
-    index = torch.tensor(source.positions, device=device)
+    index = torch.tensor(source.positions)
 
     def keep(stage: Stage, tensor: Tensor) -> Tensor:
         if stage.has_selected_rows:
             return tensor
         axis = next(axis for axis, dim in enumerate(stage.dims) if dim in ("position", "query"))
-        return tensor.index_select(axis, index)
+        return tensor.index_select(axis, index.to(tensor.device))
 
     recorder = Recorder(source.stages, keep)
     rows = source.positions if source.has_selected_rows else source.positions[:1]
-    edited_pass(network, source.ids, tap=recorder, rows=rows, device=device)
+    edited_pass(network, source.ids, tap=recorder, rows=rows)
     return recorder.kept
 
 
@@ -46,11 +46,11 @@ def edited_pass(
     *,
     tap: Tap | None = None,
     rows: Sequence[int] | None = None,
-    device: torch.device | str = "cpu",
 ) -> Tensor:
     """The logits (T, V) of one pass over `ids`, or of some `rows` of it. `tap` sees the stages as edits leave them."""
     if edits is not None:
         edit = edits.whole_pass(ids, rows, network.backend.ops)
         tap = edit if tap is None else Chain(edit, tap)
-    logits: Tensor = network(torch.tensor([list(ids)], device=device), tap=tap, rows=rows)[0]
+    model = network.model if isinstance(network, AdaptedNetwork) else network
+    logits: Tensor = network(torch.tensor([list(ids)], device=model.embed.weight.device), tap=tap, rows=rows)[0]
     return logits

@@ -42,7 +42,6 @@ async def changes_answer(
     state: State, checkpoint: Checkpoint, adapter: str | None, edits: BoundEdits, ids: Sequence[int], arrived: float
 ) -> Named[StageChange]:
     """Describe the changes of one choice, whose computed positions have the tokens `ids`."""
-    network, weight = adapted_network(checkpoint, adapter), checkpoint.model.embed.weight
-    run = partial(residuals, network, checkpoint.model.config, ids, device=weight.device)
+    run = partial(residuals, adapted_network(checkpoint, adapter), checkpoint.model.config, ids)
     plain, edited = await run_jobs(state, [run, partial(run, edits=edits)], arrived)
     return describe_changes(plain, edited)

@@ -39,8 +39,8 @@ async def run_sources(
         return {}
     num_tokens = sum(len(each.ids) for each in sources.values())
     state.worker.check_room(num_tokens)
-    network, device = adapted_network(checkpoint, adapter), checkpoint.model.embed.weight.device
-    jobs = [partial(compute_source, network, each, device) for each in sources.values()]
+    network = adapted_network(checkpoint, adapter)
+    jobs = [partial(compute_source, network, each) for each in sources.values()]
     found = await unless_disconnected(request, run_jobs(state, jobs, arrived))
     state.metrics.note_prompt_tokens(num_tokens)
     return dict(zip(sources, found, strict=True))

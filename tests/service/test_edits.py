@@ -710,10 +710,10 @@ def note_sources(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0) -> list[
     """A list to which the token ids of each source are added when its pass runs, which takes `seconds` more."""
     computed: list[tuple[int, ...]] = []
 
-    def note(network: Any, source: Any, device: Any) -> Any:
+    def note(network: Any, source: Any) -> Any:
         computed.append(tuple(source.ids))
         time.sleep(seconds)
-        return compute_source(network, source, device)
+        return compute_source(network, source)
 
     monkeypatch.setattr(source_passes, "compute_source", note)
     return computed

@@ -115,8 +115,7 @@ def _record(
     wanted = ("embed", "pos_embed", "attn.z", "attn_out", "mlp_out", ".scale", "ln_final.out", "ln2.out")
     stages = [stage for stage in stages_of(model.config) if stage.name.endswith(wanted)]
     recorder = Recorder([stage for stage in stages if "_norm." not in stage.name], keep)
-    network, device = AdaptedNetwork(model, adapter), model.embed.weight.device
-    logits = edited_pass(network, ids, edits, tap=recorder, rows=[position], device=device)
+    logits = edited_pass(AdaptedNetwork(model, adapter), ids, edits, tap=recorder, rows=[position])
     return recorder.kept, logits[None]
 
 

@@ -90,10 +90,9 @@ def run_target(
     edits: BoundEdits | None = None,
 ) -> Tensor:
     """Run one pass over `ids`, and return the target's value. The tap sees the edited stages."""
-    network, device = AdaptedNetwork(model, adapter), model.embed.weight.device
     recorder = Recorder([target.stage] if isinstance(target, StageTarget) else [])
     chain = recorder if tap is None else Chain(tap, recorder)
-    logits = edited_pass(network, ids, edits, tap=chain, rows=target.rows, device=device)
+    logits = edited_pass(AdaptedNetwork(model, adapter), ids, edits, tap=chain, rows=target.rows)
     return target(recorder.kept[target.stage.name] if isinstance(target, StageTarget) else logits[None])
 
 

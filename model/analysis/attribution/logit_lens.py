@@ -96,11 +96,9 @@ class LensRun:
 
     @torch.inference_mode()
     def run_pass(self) -> None:
-        device = self.model.embed.weight.device
-        rows = torch.tensor(list(self.positions), device=device)
+        rows = torch.tensor(list(self.positions), device=self.model.embed.weight.device)
         recorder = Recorder(self._stages, lambda stage, tensor: tensor[0, rows])
-        network = AdaptedNetwork(self.model, self.adapter)
-        edited_pass(network, self.ids, self.edits, tap=recorder, rows=[0], device=device)
+        edited_pass(AdaptedNetwork(self.model, self.adapter), self.ids, self.edits, tap=recorder, rows=[0])
         self._residuals = recorder.kept
 
     @torch.inference_mode()

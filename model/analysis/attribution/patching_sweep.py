@@ -165,8 +165,7 @@ def stage_values(
 ) -> dict[str, Tensor]:
     """The stages of a pass, on the CPU."""
     recorder = Recorder(stages, lambda stage, tensor: tensor.cpu().clone())
-    network, device = AdaptedNetwork(model, adapter), model.embed.weight.device
-    edited_pass(network, ids, edits, tap=recorder, rows=[len(ids) - 1], device=device)
+    edited_pass(AdaptedNetwork(model, adapter), ids, edits, tap=recorder, rows=[len(ids) - 1])
     return dict(recorder.kept)
 
 
