@@ -31,7 +31,7 @@ class RequestNotes:
     ignored_fields: list[str] = field(default_factory=list)
     """The paths of the fields that were left out (ignored_fields.py)."""
     num_tokens: tuple[int, int] | None = None
-    """The tokens of the prompt and the generated ones (`note_tokens` of access_log.py)."""
+    """The tokens of the prompt and the generated ones (answers/call.py)."""
     is_edited: bool = False
     """Whether the request has edits (answers/edits.py)."""
     error_code: str | None = None

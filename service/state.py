@@ -2,9 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
-from typing import Annotated, TypeVar
+from collections.abc import Iterable
+from typing import Annotated
 
 from fastapi import Depends, Request
 
@@ -15,18 +14,14 @@ from model.network.float_network import FloatNetwork
 from model.network.ranks import Ranks
 from model.network.translators import Translators
 from model.text.grammar.grammars import Grammars
-from service.http.buffers import Buffers, Reservation
-from service.http.errors import ApiError, draining, invalid, timed_out
+from service.http.buffers import Buffers
+from service.http.errors import ApiError, draining, invalid
 from service.metrics import Metrics
-from service.request_notes import notes_of
 from service.settings import Settings
 from service.stored_responses import ResponseStore
 from service.token_rates import TokenRates
 from service.vectors import VectorStore
 from service.worker import Worker, WorkerLimits
-
-Result = TypeVar("Result")
-FEW_CHECKS = 16  # of stop strings, globs, prompts or edits, which take about a millisecond
 
 
 class State:
@@ -151,35 +146,3 @@ async def get_checkpoint(state: StateDep) -> Checkpoint:
 
 
 CheckpointDep = Annotated[Checkpoint, Depends(get_checkpoint)]
-
-
-def get_reservation(request: Request) -> Reservation:
-    """The memory that the request holds until its response is sent."""
-    reservation = notes_of(request.scope).reservation
-    assert reservation is not None, "gate.py makes one for each request"
-    return reservation
-
-
-def seconds_left(state: State, arrived: float) -> float:
-    """The seconds until the timeout of a request that arrived at this time of `time.perf_counter`."""
-    return max(0.0, arrived + state.settings.request_timeout_seconds - time.perf_counter())
-
-
-@asynccontextmanager
-async def series(state: State, arrived: float) -> AsyncIterator[None]:
-    """Run several jobs of one request on the network's thread in this block; other requests are served between them.
-
-    Raises 503 if they have not ended within the timeout of the request, which counts from `arrived`, in seconds of
-    `time.perf_counter`.
-    """
-    try:
-        async with asyncio.timeout(seconds_left(state, arrived)):
-            with state.worker.series():
-                yield
-    except TimeoutError:
-        raise timed_out(state.settings.request_timeout_seconds) from None
-
-
-async def run_here_or_on_thread(state: State, num_checks: int, job: Callable[[], Result]) -> Result:
-    """Run a job, outside the event loop if it makes many checks: of stop strings, globs, prompts or edits."""
-    return await state.worker.executors.run("bodies", job) if num_checks > FEW_CHECKS else job()

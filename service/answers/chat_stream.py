@@ -61,7 +61,7 @@ class ChatStream:
         self._readers = readers
         self._hides_reasoning = hides_reasoning
         needs_marks = any(readers) and not generation.params.shows_special
-        self._marks = mark_names(generation.checkpoint.tokenizer) if needs_marks else {}
+        self._marks = mark_names(generation.call.checkpoint.tokenizer) if needs_marks else {}
         self._has_calls = [False] * generation.num_choices
 
     def events(

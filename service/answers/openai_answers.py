@@ -58,7 +58,11 @@ def has_running_usage(body: OpenAIRequest) -> bool:
 def finish_reason(end: End, generation: Generation) -> Literal["stop", "length"]:
     """Name the reason. Raises 503 for a cancelled choice, for which OpenAI's API has no name."""
     if end.finish_reason == "cancelled":
-        raise timed_out(generation.timeout_seconds) if end.stop_reason == "timeout" else draining()
+        raise (
+            timed_out(generation.call.state.settings.request_timeout_seconds)
+            if end.stop_reason == "timeout"
+            else draining()
+        )
     assert end.finish_reason != "error", "`Generation` raises it"
     return end.finish_reason
 

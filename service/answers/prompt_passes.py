@@ -11,7 +11,7 @@ from itertools import product
 from math import ceil
 from typing import Any, Protocol, TypeVar
 
-from fastapi import Request, Response
+from fastapi import Response
 
 from forwardscope.local_results import describe_edits, describe_tokens
 from forwardscope.results.passes import PassTimings
@@ -20,6 +20,7 @@ from model.tracing.edits import BoundEdits, EditPlan
 from model.tracing.hooks import Hooks
 from model.tracing.tap import Chain, Tap
 from service.answers.budget import Budget, total
+from service.answers.call import RouteCall
 from service.answers.edits import answer_bytes, bind_edits, read_edits
 from service.answers.passes import PendingAnswer, PreparedAnswer, answer_passes
 from service.answers.prompts import Prompt, param_of
@@ -27,7 +28,6 @@ from service.answers.subject import Subject
 from service.http.errors import invalid
 from service.http.schemas import MAX_PROMPTS, EditedRequest
 from service.request_notes import notes_of
-from service.state import State, run_here_or_on_thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,16 +98,14 @@ class RoutePlanner(Protocol[Plan]):
 
 @dataclass(frozen=True)
 class PromptInputs:
-    """A request, as its route has read it. The route began at `arrived`, in seconds of `time.perf_counter`.
+    """A request, as its route has read it.
 
     With `scales`, there is a pass for each of them and each prompt: all scales of the first prompt come first. Its
     planner matches `num_globs` globs.
     """
 
-    request: Request
-    state: State
+    call: RouteCall
     subject: Subject
-    arrived: float
     body: EditedRequest
     prompts: Sequence[Prompt]
     is_list: bool = False
@@ -128,15 +126,15 @@ async def answer_prompts(
     3. `answer_passes` (passes.py) calls `prepare_answer`, of the route, for each plan on the network's thread, computes
        the passes of the `PreparedAnswer`, and encodes the answers.
     """
-    request, state, subject, checkpoint = inputs.request, inputs.state, inputs.subject, inputs.subject.checkpoint
     plans, budget = await plan_prompts(inputs, make_planner)
     edit_plans = [plan.edit_plan for plan in plans if plan.edit_plan is not None]
     if edit_plans:
-        budget.check(state)  # before the passes of sources
-        assert checkpoint is not None
-        bound = await bind_edits(edit_plans, request, state, checkpoint, subject.adapter, inputs.arrived)
+        budget.check(inputs.call.state)  # before the passes of sources
+        model_call = inputs.subject.call(inputs.call)
+        assert model_call is not None
+        bound = await bind_edits(edit_plans, model_call)
         plans = [replace(plan, bound_edits=each) for plan, each in zip(plans, bound, strict=True)]
-    settings = state.settings
+    settings = inputs.call.state.settings
     used = budget.pass_bytes / settings.max_pass_bytes  # of the memory of a pass
 
     def cost_of_plan(plan: Plan) -> int:
@@ -146,13 +144,11 @@ async def answer_prompts(
         return max(plan.cost, ceil(MAX_COST * share))
 
     return await answer_passes(
-        request,
-        state,
+        inputs.call,
         [PendingAnswer(len(plan.ids), partial(prepare_answer, plan), cost_of_plan(plan)) for plan in plans],
         budget=budget,
         is_list=inputs.is_list or inputs.scales is not None,
         as_safetensors=inputs.as_safetensors,
-        arrived=inputs.arrived,
     )
 
 
@@ -160,25 +156,22 @@ async def plan_prompts(
     inputs: PromptInputs, make_planner: Callable[[], RoutePlanner[Plan]]
 ) -> tuple[list[Plan], Budget]:
     """Check a request for each of its prompts and scales, and bound the cost of all plans together."""
-    request, state, subject, edits = inputs.request, inputs.state, inputs.subject, inputs.body.edits
+    call, subject, edits = inputs.call, inputs.subject, inputs.body.edits
     scales: Sequence[float | None] = inputs.scales or [None]
     num_plans = len(inputs.prompts) * len(scales)
     if num_plans > MAX_PROMPTS:
         reason = f"{len(scales)} scales of {len(inputs.prompts)} prompts are more than {MAX_PROMPTS} passes"
         raise invalid("scales", f"{reason}; send several requests")
     params = [param_of("prompt", index, inputs.is_list) for index in range(len(inputs.prompts))]
-    ids = [
-        await subject.read_prompt(request, state, prompt, param)
-        for prompt, param in zip(inputs.prompts, params, strict=True)
-    ]
+    ids = [await subject.read_prompt(call, prompt, param) for prompt, param in zip(inputs.prompts, params, strict=True)]
     edit_planner = None
-    if subject.checkpoint is not None:
-        edit_planner = await read_edits(edits, list(product(ids, scales)), request, state, subject.checkpoint)
+    if (model_call := subject.call(call)) is not None:
+        edit_planner = await read_edits(edits, list(product(ids, scales)), model_call)
     elif edits:
         raise invalid("edits", f"change the served model, but not the worked example {subject.name!r}; leave them out")
     elif inputs.scales is not None:
         raise invalid("scales", "multiply edits, which worked examples do not have; leave the field out")
-    hooks = notes_of(request.scope).hooks
+    hooks = notes_of(call.request.scope).hooks
 
     def make_plans() -> tuple[list[Plan], Budget]:
         planner, plans = make_planner(), []
@@ -190,4 +183,4 @@ async def plan_prompts(
         return plans, total([budgets[len(plan.ids)] for plan in plans])
 
     num_edit_checks = 0 if edit_planner is None else edit_planner.num_checks
-    return await run_here_or_on_thread(state, inputs.num_globs + num_plans * (1 + num_edit_checks), make_plans)
+    return await call.run_here_or_on_thread(inputs.num_globs + num_plans * (1 + num_edit_checks), make_plans)

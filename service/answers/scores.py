@@ -31,7 +31,7 @@ def describe(generation: Generation, choices: list[Choice], num_shared: int, num
         model=generation.model_name,
         scores=tuple(score_of(choice.prompt_tokens[num_shared:], generation.text_of) for choice in choices),
         usage=Usage(num_shared, num_scored, num_cached),
-        timings=PassTimings(queue_seconds, time.perf_counter() - generation.arrived - queue_seconds),
+        timings=PassTimings(queue_seconds, time.perf_counter() - generation.call.arrived - queue_seconds),
         edits=generation.edit_answers(0),
     )
 

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Collection
 from typing import Any
 
-from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.gate import OPERATION_PATHS
@@ -97,11 +96,6 @@ def log_request(scope: Scope, ids: RequestIds, route: str, status: int, seconds:
         f" ignored={ignored}" if ignored else "",
         extra={"request_fields": fields, "request_ids": ids},
     )
-
-
-def note_tokens(request: Request, num_prompt: int, num_generated: int = 0) -> None:
-    """Set the numbers of tokens in the log line of a request."""
-    notes_of(request.scope).num_tokens = num_prompt, num_generated
 
 
 def find_request_id(scope: Scope) -> str:

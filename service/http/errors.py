@@ -126,6 +126,11 @@ def wrong_shape(param: str, message: str, code: str) -> ApiError:
     return ApiError(422, f"{param}: {message}", param=param, code=code)
 
 
+def no_effect(param: str) -> ApiError:
+    """422: a strict request has a field that changes nothing."""
+    return wrong_shape(param, "has no effect on this server; leave it out", "literal_error")
+
+
 def internal() -> ApiError:
     """500: a bug. The server closes the connection afterwards, so the client must not send another request on it."""
     message = "the server failed to handle this request; its log has the details"

@@ -14,17 +14,16 @@ from model.errors import CheckpointError, InvalidField
 from model.tracing.pauses import pause
 from model.tracing.stages import stages_of
 from service.answers.budget import Budget, ResponseContents
+from service.answers.call import ModelCall, model_call
 from service.answers.compare_subjects import find_path, given_stages, read_path, read_tensors
 from service.answers.comparisons import MAX_NOT_COMPARED, describe_comparison
 from service.answers.prompts import prompt_ids
-from service.http.access_log import note_tokens
 from service.http.bodies import JsonRoute
 from service.http.compare_schemas import CompareRequest
-from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import ApiError, invalid
 from service.http.openapi import error_answers
-from service.state import CheckpointDep, State, StateDep, find_adapter, get_reservation
+from service.state import State, StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
 STAGE_BYTES = 1024  # the most bytes of a stage in the answer, without its errors by position and head
@@ -40,18 +39,19 @@ CONVERTED_BYTES = 8  # of a number of a weight, while its layer computes in floa
     response_model=comparisons.Comparison,
     responses=error_answers(),
 )
-async def compare(body: CompareRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
+async def compare(body: CompareRequest, request: Request, state: StateDep) -> Response:
+    call = model_call(body, request, state)
     if state.ranks is not None:
         message = (
             "a server with --tensor-parallel cannot compare: each process has only a share of the weights; use a "
             "server without the option, or the command `forwardscope compare`"
         )
         raise ApiError(400, message, code="tensor_parallel")
-    if find_adapter(checkpoint, body.model, None) is not None:
+    if call.adapter is not None:
         raise invalid("model", "an adapter cannot be compared; name the served model, or leave the field out")
     if body.names and body.b.setting is not None:
         raise invalid("names", "is only for stages of a file; leave the field out")
-    ids = await prompt_ids(request, state, checkpoint, body.prompt)
+    ids = await prompt_ids(call, body.prompt)
     limit = state.settings.max_compare_tokens
     if len(ids) > limit:
         message = (
@@ -59,15 +59,10 @@ async def compare(body: CompareRequest, request: Request, state: StateDep, check
             "server with a larger --max-compare-tokens"
         )
         raise ApiError(413, message, param="prompt", code="prompt_too_long")
-    budget = make_budget(body, checkpoint, len(ids))
+    budget = make_budget(body, call.checkpoint, len(ids))
     budget.check(state)
-    note_tokens(request, len(ids))
-    reservation = get_reservation(request)
-    reservation.reserve(budget.response_bytes)
-    found = await unless_disconnected(request, run(body, state, checkpoint, ids))
-    content = to_json(describe_comparison(found, checkpoint.name))
-    reservation.count(len(content) - budget.response_bytes)
-    return Response(content, media_type="application/json")
+    call.note_tokens(len(ids))
+    return await call.respond(budget.response_bytes, partial(run, body, call, ids))
 
 
 def make_budget(body: CompareRequest, checkpoint: Checkpoint, num_tokens: int) -> Budget:
@@ -82,16 +77,17 @@ def make_budget(body: CompareRequest, checkpoint: Checkpoint, num_tokens: int) -
     return Budget(contents.num_bytes, num_bytes, "the prompt")
 
 
-async def run(body: CompareRequest, state: State, checkpoint: Checkpoint, ids: list[int]) -> Comparison:
-    """Compare, within the timeout, beside the network.
+async def run(body: CompareRequest, call: ModelCall, ids: list[int]) -> bytes:
+    """Compare, within the timeout, beside the network, and encode the answer.
 
     If the client disconnects, the comparison ends after the block that is computed, or when the files are read.
     """
+    state = call.state
     state.worker.check_room(len(ids))
-    job = partial(compare_all, body, checkpoint, state, ids)
+    job = partial(compare_all, body, call.checkpoint, state, ids)
     found = await state.worker.executors.run_long("comparisons", job)
     state.metrics.note_prompt_tokens(len(ids))
-    return found
+    return to_json(describe_comparison(found, call.checkpoint.name))
 
 
 def open_sources(

@@ -3,7 +3,6 @@
 With edits, the pass is the edited one. With `baseline`, a plain pass runs before it, and both are compared.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +19,7 @@ from model.analysis.forward_trace import Trace, TracedPass
 from model.tracing.pauses import pause
 from model.tracing.predictions import predict
 from model.tracing.selection import Detail, StageTrace
+from service.answers.call import RouteCall
 from service.answers.forward_plan import ForwardPlan, ForwardPlanner
 from service.answers.passes import SAFETENSORS_MEDIA_TYPE, PassAnswer, PreparedAnswer, wants_safetensors
 from service.answers.prompt_passes import PromptInputs, answer_prompts
@@ -43,13 +43,10 @@ router = APIRouter(route_class=JsonRoute, tags=["inside"])
     responses=also(SAFETENSORS_MEDIA_TYPE, BINARY),
 )
 async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Response:
-    arrived, as_safetensors = time.perf_counter(), wants_safetensors(request)
+    call, as_safetensors = RouteCall(request, state), wants_safetensors(request)
     subject = find_subject(state, body.model, body.adapter)
     prompts, is_list = as_list(body.prompt)
-    num_globs = len(body.stages)
-    inputs = PromptInputs(
-        request, state, subject, arrived, body, prompts, is_list, as_safetensors, body.scales, num_globs
-    )
+    inputs = PromptInputs(call, subject, body, prompts, is_list, as_safetensors, body.scales, len(body.stages))
     make_planner = partial(ForwardPlanner, body, subject, len(prompts), is_list, as_safetensors)
     return await answer_prompts(inputs, make_planner, prepare_answer)
 

@@ -4,7 +4,6 @@ With edits, the logits are those of the edited pass. With `baseline`, a plain pa
 compared.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from model.analysis.edit_changes import change_of
 from model.ops.torch_ops import TORCH
 from model.tracing.pauses import pause, pieces
 from service.answers.budget import Budget, ResponseContents, pass_bytes
+from service.answers.call import model_call
 from service.answers.edits import check_baseline
 from service.answers.passes import SAFETENSORS_MEDIA_TYPE, PassAnswer, PreparedAnswer, wants_safetensors
 from service.answers.prompt_passes import PromptInputs, PromptPlan, answer_prompts
@@ -31,7 +31,7 @@ from service.http.encoding import json_array
 from service.http.errors import invalid
 from service.http.logits_schemas import LogitsRequest
 from service.http.openapi import BINARY, also
-from service.state import CheckpointDep, StateDep, find_adapter
+from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
 
@@ -51,15 +51,15 @@ class LogitsPlan(PromptPlan):
     response_model=results.Logits | results.LogitsList,
     responses=also(SAFETENSORS_MEDIA_TYPE, BINARY),
 )
-async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
-    arrived, as_safetensors = time.perf_counter(), wants_safetensors(request)
-    subject = checkpoint_subject(checkpoint, find_adapter(checkpoint, body.model, body.adapter))
+async def logits(body: LogitsRequest, request: Request, state: StateDep) -> Response:
+    call, as_safetensors = model_call(body, request, state), wants_safetensors(request)
     check_baseline(body.baseline, body.edits)
-    vocab_size = checkpoint.model.config.vocab_size
+    vocab_size = call.checkpoint.model.config.vocab_size
     if body.top_k is not None and body.top_k > vocab_size:
         raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {vocab_size} tokens")
     prompts, is_list = as_list(body.prompt)
-    inputs = PromptInputs(request, state, subject, arrived, body, prompts, is_list, as_safetensors, body.scales)
+    subject = checkpoint_subject(call.checkpoint, call.adapter)
+    inputs = PromptInputs(call, subject, body, prompts, is_list, as_safetensors, body.scales)
     return await answer_prompts(inputs, partial(LogitsPlanner, body, as_safetensors), prepare_answer)
 
 

@@ -1,6 +1,5 @@
 """POST /patterns: attention maps of many heads, small enough to show all of them at once."""
 
-import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from torch import Tensor
 from forwardscope.results.passes import PassTimings, PatternMap, PatternMeans, Patterns
 from model.tracing.stages import Stage
 from model.tracing.tap import Chain, Recorder
+from service.answers.call import RouteCall
 from service.answers.passes import PassAnswer, PreparedAnswer
 from service.answers.pattern_maps import STEPS, PatternPlan, PatternPlanner, encode_map, mean_weights, reduce_blocks
 from service.answers.prompt_passes import PromptInputs, answer_prompts
@@ -27,9 +27,8 @@ router = APIRouter(route_class=JsonRoute, tags=["inside"])
 
 @router.post("/patterns", summary="Attention maps of many heads", response_model=Patterns, responses=error_answers())
 async def patterns(body: PatternsRequest, request: Request, state: StateDep) -> Response:
-    arrived = time.perf_counter()
     subject = find_subject(state, body.model, body.adapter)
-    inputs = PromptInputs(request, state, subject, arrived, body, [body.prompt])
+    inputs = PromptInputs(RouteCall(request, state), subject, body, [body.prompt])
     return await answer_prompts(inputs, partial(PatternPlanner, body), prepare_answer)
 
 

@@ -8,15 +8,15 @@ from forwardscope.local_weights import describe_weight
 from forwardscope.results.records import Named
 from forwardscope.results.weights import Weight, WeightList
 from model.network.weight_views import WeightViews
+from service.answers.call import RouteCall
 from service.answers.passes import SAFETENSORS_MEDIA_TYPE, wants_safetensors
 from service.answers.subject import find_subject
 from service.answers.weight_answers import encode_weight, find_part, find_weights, make_budget, unknown_weight
-from service.http.disconnects import unless_disconnected
 from service.http.encoding import Encoding, to_json
 from service.http.openapi import BINARY, also, error_answers
 from service.http.queries import query_parameters, read_query
 from service.http.weight_schemas import WeightQuery, WeightsQuery
-from service.state import StateDep, get_reservation
+from service.state import StateDep
 
 router = APIRouter(tags=["inside"])
 
@@ -37,9 +37,7 @@ async def weights(request: Request, state: StateDep) -> Response:
         views = found.views() if isinstance(found, WeightViews) else found.values()
         return to_json(WeightList(subject.name, Named(map(describe_weight, views))))
 
-    content = await unless_disconnected(request, state.worker.executors.run("weights", describe))
-    get_reservation(request).count(len(content))
-    return Response(content, media_type="application/json")
+    return await RouteCall(request, state).respond(0, lambda: state.worker.executors.run("weights", describe))
 
 
 @router.get(
@@ -60,9 +58,6 @@ async def weight(name: str, request: Request, state: StateDep) -> Response:
     encoding: Encoding = query.encoding or ("safetensors" if wants_safetensors(request) else "json")
     budget = make_budget(view, part, query, encoding)
     budget.check(state)
-    reservation = get_reservation(request)
-    reservation.reserve(budget.response_bytes)
-    job = executors.run_long("weights", partial(encode_weight, view, part, query, encoding, subject))
-    content = await unless_disconnected(request, job)
-    reservation.count(len(content) - budget.response_bytes)
-    return Response(content, media_type=SAFETENSORS_MEDIA_TYPE if encoding == "safetensors" else "application/json")
+    encode = partial(executors.run_long, "weights", partial(encode_weight, view, part, query, encoding, subject))
+    media_type = SAFETENSORS_MEDIA_TYPE if encoding == "safetensors" else "application/json"
+    return await RouteCall(request, state).respond(budget.response_bytes, encode, media_type)

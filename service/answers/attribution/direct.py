@@ -52,7 +52,7 @@ async def answer_direct(body: DirectRequest, question: Question) -> Response:
         return PassAnswer(results.DirectAttribution(**head, **direct_fields(question, target, found)), {})
 
     answers = [PendingAnswer.alone(len(question.ids), run)]
-    response = await answer_passes(question.request, question.state, answers, budget=budget)
+    response = await answer_passes(question, answers, budget=budget)
     question.state.metrics.attributions.labels("direct").inc()
     return response
 

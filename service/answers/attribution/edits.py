@@ -6,7 +6,6 @@ from model.tracing.edits import BoundEdits, EditPlan
 from service.answers.attribution.question import Question
 from service.answers.edits import answer_bytes, bind_edits, read_edits
 from service.http.edit_schemas import Edit
-from service.state import run_here_or_on_thread
 
 Plans = Sequence[EditPlan | None]
 """The plan of each prompt of a request; all are None without edits. The answer describes the first one."""
@@ -15,12 +14,12 @@ Plans = Sequence[EditPlan | None]
 async def plan_edits(question: Question, edits: Sequence[Edit], *prompts: Sequence[int]) -> Plans:
     """Check the edits for each prompt."""
     runs = [(list(each), None) for each in prompts]
-    edit_planner = await read_edits(edits, runs, question.request, question.state, question.checkpoint)
+    edit_planner = await read_edits(edits, runs, question)
     if edit_planner is None:
         return [None] * len(prompts)
     num_checks = len(prompts) * edit_planner.num_checks
-    return await run_here_or_on_thread(
-        question.state, num_checks, lambda: [edit_planner.plan(ids, len(ids)) for ids, _ in runs]
+    return await question.run_here_or_on_thread(
+        num_checks, lambda: [edit_planner.plan(ids, len(ids)) for ids, _ in runs]
     )
 
 
@@ -32,7 +31,4 @@ def edits_bytes(plans: Plans) -> int:
 async def bind(question: Question, plans: Plans) -> Sequence[BoundEdits | None]:
     """Bind the edits of each prompt; None without edits."""
     own = [plan for plan in plans if plan is not None]
-    if not own:
-        return [None] * len(plans)
-    arguments = question.request, question.state, question.checkpoint, question.adapter, question.arrived
-    return await bind_edits(own, *arguments)
+    return await bind_edits(own, question) if own else [None] * len(plans)

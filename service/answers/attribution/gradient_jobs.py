@@ -22,11 +22,8 @@ from model.tracing.stages import sizes_of
 from service.answers.attribution.edits import Plans, bind, edits_bytes
 from service.answers.attribution.question import Question
 from service.answers.budget import Budget
-from service.http.access_log import note_tokens
-from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import ApiError, invalid
-from service.state import get_reservation
 
 FIELDS = "prompt, stages, positions, heads, detail or steps"
 NEEDS_WHOLE_WEIGHTS = (
@@ -100,11 +97,9 @@ async def answer_gradients(
     Budget(response_bytes, pass_bytes_of(question, network, num_logits), FIELDS).check(state)
     bound = await bind(question, edits)
     num_tokens = len(question.ids) * num_passes
-    note_tokens(question.request, num_tokens)
-    reservation = get_reservation(question.request)
-    reservation.reserve(response_bytes)
+    question.note_tokens(num_tokens)
 
-    def run() -> tuple[bytes, float]:
+    def run() -> bytes:
         began = time.perf_counter()
         copied = Copied(network.get(), network.adapter(question.adapter), bound)
         pause()
@@ -112,11 +107,11 @@ async def answer_gradients(
             fields = job(copied)
         seconds = time.perf_counter() - began
         head = question.head(kind, network.dtype, began - question.arrived, seconds, edits[0])
-        return to_json(kind(**head, **fields)), seconds
+        content = to_json(kind(**head, **fields))
+        state.metrics.gradient_seconds.observe(seconds)
+        return content
 
-    content, seconds = await unless_disconnected(question.request, state.worker.executors.run_long("gradients", run))
-    reservation.count(len(content) - response_bytes)
-    state.metrics.gradient_seconds.observe(seconds)
+    response = await question.respond(response_bytes, lambda: state.worker.executors.run_long("gradients", run))
     state.metrics.note_prompt_tokens(num_tokens)
     state.metrics.attributions.labels(method_of(kind)).inc()
-    return Response(content, media_type="application/json")
+    return response

@@ -95,7 +95,7 @@ async def answer_lens(body: LogitLensRequest, question: Question) -> Response:
     )
     answer = LensAnswer(run, question, positions, token, edits)
     answers = [PendingAnswer.alone(len(question.ids), answer.make_answer, answer.jobs())]
-    response = await answer_passes(question.request, state, answers, budget=budget, arrived=question.arrived)
+    response = await answer_passes(question, answers, budget=budget)
     state.metrics.attributions.labels("logit_lens").inc()
     return response
 

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from fastapi import Request
 
 from forwardscope.local_results import describe_edits
 from forwardscope.results import attributions as results
@@ -14,34 +13,28 @@ from forwardscope.results.attributions import AttributionTimings
 from forwardscope.results.stages import Token
 from model.analysis.attribution.gradients import differentiable_stages
 from model.analysis.attribution.target import LogitTarget, LossTarget, StageTarget, Target
-from model.checkpoints.load import Checkpoint
 from model.errors import InvalidField, shortened
 from model.network.adapters import Adapter
 from model.tracing.edits import EditPlan
 from model.tracing.edits.operands import read_row
 from model.tracing.stages import Stage, UnknownStage, select_rows, sizes_of
 from service.answers.budget import ResponseContents
+from service.answers.call import ModelCall
 from service.answers.edits import find_vector
 from service.answers.prompts import Prompt, check_ids, longest_token_bytes, prompt_ids, token_answers, token_text
 from service.answers.stage_answers import select_stages
 from service.http.attribute_schemas import LogitRequest, PromptRequest, TargetRequest
 from service.http.encoding import NAMES, Encoding
 from service.http.errors import invalid, invalid_field
-from service.state import State, find_adapter, run_here_or_on_thread
 
 MAX_SHOWN_PIECES = 8  # of a text that is several tokens, in an error message
 
 
 @dataclass(frozen=True)
-class Question:
+class Question(ModelCall):
     """A request with its prompt as token ids."""
 
-    request: Request
-    state: State
-    checkpoint: Checkpoint
-    adapter: str | None
     ids: Sequence[int]
-    arrived: float
 
     @property
     def served_adapter(self) -> Adapter | None:
@@ -93,18 +86,14 @@ class Question:
         return results.Target(self.token_answer(target.token), minus, target.position)
 
 
-async def read_question(
-    body: PromptRequest, request: Request, state: State, checkpoint: Checkpoint, arrived: float
-) -> Question:
-    """Check the prompt and the adapter of a request."""
-    adapter = find_adapter(checkpoint, body.model, body.adapter)
-    ids = await prompt_ids(request, state, checkpoint, body.prompt)
-    return Question(request, state, checkpoint, adapter, ids, arrived)
+async def read_question(body: PromptRequest, call: ModelCall) -> Question:
+    """Check the prompt of a request."""
+    return Question(**vars(call), ids=await prompt_ids(call, body.prompt))
 
 
 async def second_prompt(question: Question, prompt: Prompt, param: str) -> list[int]:
     """The token ids of a prompt that must have as many tokens as the first one. Raises 400 if it has not."""
-    ids = await prompt_ids(question.request, question.state, question.checkpoint, prompt, param)
+    ids = await prompt_ids(question, prompt, param)
     if len(ids) != len(question.ids):
         reason = f"has {len(ids)} tokens, but prompt has {len(question.ids)}; both need as many, position by position"
         raise invalid(param, reason, "length")
@@ -115,7 +104,7 @@ async def find_stages(
     question: Question, stages: Sequence[Stage], globs: Sequence[str], param: str = "stages"
 ) -> list[Stage]:
     """The stages that any glob matches, in the order of computation. Raises 400 for a glob that matches none."""
-    return await run_here_or_on_thread(question.state, len(globs), lambda: select_stages(stages, globs, param))
+    return await question.run_here_or_on_thread(len(globs), lambda: select_stages(stages, globs, param))
 
 
 async def read_token(question: Question, token: str | int, param: str) -> int:

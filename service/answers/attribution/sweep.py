@@ -28,15 +28,13 @@ from service.answers.attribution.sweep_plan import MAX_GROUP, SweepPlan, engine_
 from service.answers.giving_way import give_way
 from service.answers.prompts import token_answers
 from service.answers.stage_answers import effects_answer
-from service.http.access_log import note_tokens
 from service.http.attribute_schemas import PatchingRequest
-from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import ApiError, draining, timed_out, unexpected
 from service.http.sse import DONE, EventStream, error_content, error_event, event
 from service.request_notes import notes_of
 from service.request_stream import RequestStream
-from service.state import get_engine, get_reservation
+from service.state import get_engine
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -60,7 +58,7 @@ class SweepRun:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-        note_tokens(self._plan.question.request, self._num_admitted * len(self._plan.corrupted), self._num_admitted)
+        self._plan.question.note_tokens(self._num_admitted * len(self._plan.corrupted), self._num_admitted)
 
     async def answer(self) -> bytes:
         """Run the whole sweep, and encode its answer."""
@@ -237,10 +235,7 @@ async def answer_sweep(body: PatchingRequest, question: Question) -> Response:
     run = SweepRun(plan)
     if body.stream:
         return EventStream(run.events(), on_close=run.close)
-    get_reservation(question.request).reserve(plan.response_bytes)
     try:
-        content = await unless_disconnected(question.request, run.answer())
+        return await question.respond(plan.response_bytes, run.answer)
     finally:
         run.close()
-    get_reservation(question.request).count(len(content) - plan.response_bytes)
-    return Response(content, media_type="application/json")

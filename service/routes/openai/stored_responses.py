@@ -1,15 +1,18 @@
 """GET and DELETE /v1/responses/{response_id}: the stored responses, and the items that they answer."""
 
+from functools import partial
+
 from fastapi import APIRouter, Request, Response
 
 from forwardscope.results.responses import DeletedResponse, ModelResponse, ResponseItems
+from service.answers.call import RouteCall
 from service.answers.response_items import page_of_items
 from service.http.encoding import json_response, to_json
 from service.http.errors import wrong_shape
 from service.http.openapi import error_answers
 from service.http.queries import query_parameters, read_query
 from service.http.responses_schemas import ItemsQuery
-from service.state import CheckpointDep, StateDep, get_reservation
+from service.state import CheckpointDep, StateDep
 
 router = APIRouter(tags=["openai"], responses=error_answers(400, 404, 413, 422, 503))
 
@@ -36,10 +39,6 @@ async def delete_response(response_id: str, state: StateDep, checkpoint: Checkpo
 async def input_items(response_id: str, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     query = read_query(request, ItemsQuery)
     found = state.responses.find(response_id)
-    reservation = get_reservation(request)
-    reservation.reserve(found.conversation_bytes)
-    before = found.items[: len(found.items) - len(found.output)]
-    page = page_of_items(before, query)
-    content = await state.worker.executors.run_uncounted("answers", lambda: to_json(page))
-    reservation.count(len(content) - found.conversation_bytes)
-    return Response(content, media_type="application/json")
+    page = page_of_items(found.items[: len(found.items) - len(found.output)], query)
+    encode = partial(state.worker.executors.run_uncounted, "answers", lambda: to_json(page))
+    return await RouteCall(request, state).respond(found.conversation_bytes, encode)
