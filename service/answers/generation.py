@@ -27,7 +27,7 @@ from service.answers.constraints import generation_error
 from service.answers.generation_plan import GenerationPlan, Inputs, plan_generation
 from service.answers.giving_way import give_way
 from service.answers.prompts import token_text
-from service.answers.request_phases import GenerationReport, add_generation
+from service.answers.request_phases import TraceTimes, add_generation
 from service.answers.step_trace_answers import TracePlan, trace_answer
 from service.http.chunk_writer import ChunkWriter
 from service.http.disconnects import unless_disconnected
@@ -70,9 +70,11 @@ class Generation:
         self._trace_plan = plan.trace
         self._first_choice = {request.id: i * self.params.n for i, request in enumerate(plan.requests)}
         self._reserved = plan.reserved_bytes
-        self._report = GenerationReport(
-            plan.id, self.model_name, self.params, self.num_prompt, self.num_choices, inputs.options.is_chat
-        )
+        # For the span of the request:
+        self.is_chat = inputs.options.is_chat
+        self.finish_reasons: dict[int, str] = {}  # of the choices that have ended, by their indices
+        self.error_code: str | None = None  # of the error that ended a choice
+        self.trace_times = TraceTimes()
         self._is_closed = False
         self._stream = stream
 
@@ -96,8 +98,7 @@ class Generation:
         self.call.note_tokens(self.num_prompt, self.num_generated)
         span = recorded_span(self.call.request.scope)
         if span is not None and not self._is_closed:
-            self._report.num_generated, self._report.num_cached = self.num_generated, self.num_cached
-            add_generation(span, self._report, list(self._stream.progress.values()), time.perf_counter())
+            add_generation(span, self, list(self._stream.progress.values()), time.perf_counter())
         self._is_closed = True
 
     async def batches(self) -> AsyncIterator[list[ChoiceOutput]]:
@@ -118,9 +119,9 @@ class Generation:
         if output.error is not None and not isinstance(output.error, (InvalidField, LostRank)):
             logger.error("generation %s failed", self.id, exc_info=output.error)
         if output.error is not None:
-            self._report.error = generation_error(output.error).code
+            self.error_code = generation_error(output.error).code
         if output.end is not None:
-            self._report.finish_reasons[index] = output.end.finish_reason
+            self.finish_reasons[index] = output.end.finish_reason
         self._num_generated[index] = output.num_generated
         if output.end is not None and output.choice == 0:
             self.num_cached += output.num_cached
@@ -133,7 +134,7 @@ class Generation:
         encode = partial(self._timed_encoding, trace, plan)
         content, seconds = await self.call.state.worker.executors.run_uncounted("answers", encode)
         self.call.state.metrics.trace_bytes.inc(len(content))
-        times = self._report.trace
+        times = self.trace_times
         times.step_seconds += output.trace_seconds
         times.encoding_seconds += seconds
         times.num_steps += 1
