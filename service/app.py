@@ -92,7 +92,7 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None,
         app.add_route("/", files.index, include_in_schema=False)
         app.mount(PAGE_PATH, files)
     # A request passes those that are added last first: root path, spans, log, metrics, CORS, errors, gate, and a route.
-    add_gate(app, state)
+    app.add_middleware(Gate, routes=app.routes, buffers=state.buffers, settings=settings)
     app.add_middleware(InternalErrors)
     if settings.cors_origin:
         app.add_middleware(Cors, origins=settings.cors_origin)
@@ -132,18 +132,3 @@ def add_routes(app: FastAPI, state: State) -> None:
     for route in (model_route, vectors, weights, status, openai_models, stored_responses):
         app.include_router(route.router, responses=error_answers(401), dependencies=protected)
     app.include_router(health.router)
-
-
-def add_gate(app: FastAPI, state: State) -> None:
-    """Add the middleware that checks each request and counts its memory."""
-    settings = state.settings
-    app.add_middleware(
-        Gate,
-        routes=app.routes,
-        buffers=state.buffers,
-        api_key=None if settings.api_key is None else settings.api_key.get_secret_value(),
-        allowed_hosts=settings.host_names,
-        max_body_bytes=settings.max_body_bytes,
-        max_put_bytes=settings.max_vector_bytes,
-        body_seconds=settings.body_timeout_seconds,
-    )

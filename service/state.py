@@ -21,7 +21,7 @@ from service.settings import Settings
 from service.stored_responses import ResponseStore
 from service.token_rates import TokenRates
 from service.vectors import VectorStore
-from service.worker import Worker, WorkerLimits
+from service.worker import Worker
 
 
 class State:
@@ -41,16 +41,7 @@ class State:
         self.token_rates = TokenRates(self.metrics.count_tokens)
         self.buffers = Buffers(settings.max_buffered_bytes)
         self.metrics.watch_buffers(lambda: self.buffers.num_bytes)
-        self.worker = Worker(
-            self.metrics,
-            WorkerLimits(
-                max_running=settings.max_num_seqs,
-                max_waiting=settings.max_waiting_requests,
-                max_waiting_tokens=settings.max_waiting_tokens,
-                timeout_seconds=settings.request_timeout_seconds,
-            ),
-            self.buffers,
-        )
+        self.worker = Worker(self.metrics, settings, self.buffers)
         self.vectors = VectorStore(settings.max_vectors)
         self.metrics.watch_vectors(lambda: self.vectors.num_bytes)
         self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)

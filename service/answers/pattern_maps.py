@@ -52,51 +52,45 @@ class PatternPlan(PromptPlan):
     def selection(self) -> Selection:
         return Selection(stages=self.stages, detail="values", heads=self.body.heads)
 
-
-@dataclass(frozen=True)
-class PatternPlanner:
-    """Checks a request against the network that it will run on."""
-
-    body: PatternsRequest
-
-    def plan(self, index: int, prompt: PromptPlan) -> PatternPlan:
-        body, num_tokens, subject = self.body, len(prompt.ids), prompt.subject
-        sizes, by_name = subject.sizes(num_tokens), {stage.name: stage for stage in subject.stages}
-        num_layers = sum(name.endswith(".attn.pattern") for name in by_name)
-        check_indices(body.layers, num_layers, "layers", "layers")
-        check_indices(body.heads, sizes["head"], "heads", "heads")
-        if body.dtype == "uint8" and body.stage != "pattern":
-            reason = f"uint8 has numbers from 0 to 1, but {body.stage} has others; use float16 or float32"
-            raise invalid("dtype", reason)
-        layers = range(num_layers) if body.layers is None else body.layers
-        return PatternPlan(
-            **vars(prompt),
-            body=body,
-            layers=layers,
-            heads=range(sizes["head"]) if body.heads is None else body.heads,
-            stages=[by_name[f"blocks.{layer}.attn.{body.stage}"] for layer in layers],
-            block=1 if body.max_size is None else -(-num_tokens // body.max_size),
-        )
-
-    @staticmethod
-    def make_budget(plan: PatternPlan) -> Budget:
+    def make_budget(self) -> Budget:
         """Bound the answer and the largest tensors of the pass, from shapes alone."""
-        num_tokens, sizes = len(plan.ids), plan.subject.sizes(len(plan.ids))
-        num_maps = len(plan.layers) * len(plan.heads)
-        dtype = torch.promote_types(plan.subject.dtype, torch.float32)
+        num_tokens, sizes = len(self.ids), self.subject.sizes(len(self.ids))
+        num_maps = len(self.layers) * len(self.heads)
+        dtype = torch.promote_types(self.subject.dtype, torch.float32)
         contents = ResponseContents(
             num_records=1 + num_maps,
             num_tokens=num_tokens,
-            token_bytes=plan.subject.longest_token_bytes,
-            num_values=num_maps * plan.size**2,
-            dtype=dtype if plan.body.dtype is None else dtype_of(plan.body.dtype),
+            token_bytes=self.subject.longest_token_bytes,
+            num_values=num_maps * self.size**2,
+            dtype=dtype if self.body.dtype is None else dtype_of(self.body.dtype),
             encoding="base64",
-            extra_bytes=plan.edits_bytes,
+            extra_bytes=self.edits_bytes,
         )
-        num_logits = sizes["d_vocab"] * (1 if plan.subject.checkpoint is not None else num_tokens)
+        num_logits = sizes["d_vocab"] * (1 if self.subject.checkpoint is not None else num_tokens)
         tensors = pass_bytes(num_logits=num_logits, num_scores=sizes["head"] * num_tokens**2, itemsize=dtype.itemsize)
         tensors += contents.num_values * dtype.itemsize  # the maps are held until the pass has ended
         return Budget(contents.num_bytes, tensors, "layers, heads, max_size, dtype or the prompt")
+
+
+def plan_patterns(body: PatternsRequest, index: int, prompt: PromptPlan) -> PatternPlan:
+    """Check a request against the network that it will run on."""
+    num_tokens, subject = len(prompt.ids), prompt.subject
+    sizes, by_name = subject.sizes(num_tokens), {stage.name: stage for stage in subject.stages}
+    num_layers = sum(name.endswith(".attn.pattern") for name in by_name)
+    check_indices(body.layers, num_layers, "layers", "layers")
+    check_indices(body.heads, sizes["head"], "heads", "heads")
+    if body.dtype == "uint8" and body.stage != "pattern":
+        reason = f"uint8 has numbers from 0 to 1, but {body.stage} has others; use float16 or float32"
+        raise invalid("dtype", reason)
+    layers = range(num_layers) if body.layers is None else body.layers
+    return PatternPlan(
+        **vars(prompt),
+        body=body,
+        layers=layers,
+        heads=range(sizes["head"]) if body.heads is None else body.heads,
+        stages=[by_name[f"blocks.{layer}.attn.{body.stage}"] for layer in layers],
+        block=1 if body.max_size is None else -(-num_tokens // body.max_size),
+    )
 
 
 def dtype_of(name: PatternDtype) -> torch.dtype:

@@ -1,7 +1,7 @@
 """Answer a POST /forward, /logits or /patterns: read its prompts, plan a pass for each, bind its edits, and run it.
 
-A route's `RoutePlanner` says how one prompt is planned, and how large its answer may be. Its `prepare_answer` says how
-the pass of a plan is run and described.
+A route has its own kind of `PromptPlan`, which knows how large its answer may be, and gives two functions: one makes
+the plan of a prompt, and `prepare_answer` says how the pass of a plan is run and described.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import ceil
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Response
 
@@ -72,6 +72,10 @@ class PromptPlan:
         """The pass with a tap."""
         return PromptPass(self.subject.network, self.ids, self.subject.device, tap, rows)
 
+    def make_budget(self) -> Budget:
+        """Bound the answer and the largest tensors of the pass, which depend on the length of the prompt alone."""
+        raise NotImplementedError
+
     def head(self, timings: PassTimings) -> dict[str, Any]:
         """The fields of an answer that all routes have."""
         return {
@@ -83,17 +87,8 @@ class PromptPlan:
 
 
 Plan = TypeVar("Plan", bound=PromptPlan)
-
-
-class RoutePlanner(Protocol[Plan]):
-    """How a route plans a request. Its constructor checks the fields that do not depend on the prompts."""
-
-    def plan(self, index: int, prompt: PromptPlan) -> Plan:
-        """Check the other fields for the prompt with this index. Raises 400 for a wrong one."""
-
-    @staticmethod
-    def make_budget(plan: Plan) -> Budget:
-        """Bound the answer and the largest tensors of a plan, which depend on the length of the prompt alone."""
+MakePlan = Callable[[int, PromptPlan], Plan]
+"""Checks the fields of a route for the prompt with this index, and adds them to its plan. Raises 400 for wrong ones."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,7 @@ class PromptInputs:
     """A request, as its route has read it.
 
     With `scales`, there is a pass for each of them and each prompt: all scales of the first prompt come first. Its
-    planner matches `num_globs` globs.
+    plans match `num_globs` globs.
     """
 
     call: RouteCall
@@ -115,18 +110,16 @@ class PromptInputs:
 
 
 async def answer_prompts(
-    inputs: PromptInputs,
-    make_planner: Callable[[], RoutePlanner[Plan]],
-    prepare_answer: Callable[[Plan], PreparedAnswer],
+    inputs: PromptInputs, make_plan: MakePlan[Plan], prepare_answer: Callable[[Plan], PreparedAnswer]
 ) -> Response:
     """Plan and run a pass for each prompt, and return the response. Raises the errors of all of these steps.
 
-    1. `plan_prompts` tokenizes the prompts, and plans each of them with the planner of the route.
+    1. `plan_prompts` tokenizes the prompts, and plans each of them with the `make_plan` of the route.
     2. `bind_edits` (edits.py) binds their edits, and runs the passes that means and patches need.
     3. `answer_passes` (passes.py) calls `prepare_answer`, of the route, for each plan on the network's thread, computes
        the passes of the `PreparedAnswer`, and encodes the answers.
     """
-    plans, budget = await plan_prompts(inputs, make_planner)
+    plans, budget = await plan_prompts(inputs, make_plan)
     edit_plans = [plan.edit_plan for plan in plans if plan.edit_plan is not None]
     if edit_plans:
         budget.check(inputs.call.state)  # before the passes of sources
@@ -152,9 +145,7 @@ async def answer_prompts(
     )
 
 
-async def plan_prompts(
-    inputs: PromptInputs, make_planner: Callable[[], RoutePlanner[Plan]]
-) -> tuple[list[Plan], Budget]:
+async def plan_prompts(inputs: PromptInputs, make_plan: MakePlan[Plan]) -> tuple[list[Plan], Budget]:
     """Check a request for each of its prompts and scales, and bound the cost of all plans together."""
     call, subject, edits = inputs.call, inputs.subject, inputs.body.edits
     scales: Sequence[float | None] = inputs.scales or [None]
@@ -174,12 +165,13 @@ async def plan_prompts(
     hooks = notes_of(call.request.scope).hooks
 
     def make_plans() -> tuple[list[Plan], Budget]:
-        planner, plans = make_planner(), []
+        plans = []
         for (index, each), scale in product(enumerate(ids), scales):
             edit_plan = None if edit_planner is None else edit_planner.plan(each, len(each), params[index], scale)
-            plans.append(planner.plan(index, PromptPlan(subject=subject, ids=each, edit_plan=edit_plan, hooks=hooks)))
+            prompt = PromptPlan(subject=subject, ids=each, edit_plan=edit_plan, hooks=hooks)
+            plans.append(make_plan(index, prompt))
         by_length = {len(plan.ids): plan for plan in plans}
-        budgets = {length: planner.make_budget(plan) for length, plan in by_length.items()}
+        budgets = {length: plan.make_budget() for length, plan in by_length.items()}
         return plans, total([budgets[len(plan.ids)] for plan in plans])
 
     num_edit_checks = 0 if edit_planner is None else edit_planner.num_checks

@@ -47,8 +47,8 @@ async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Re
     subject = find_subject(state, body.model, body.adapter)
     prompts, is_list = as_list(body.prompt)
     inputs = PromptInputs(call, subject, body, prompts, is_list, as_safetensors, body.scales, len(body.stages))
-    make_planner = partial(ForwardPlanner, body, subject, len(prompts), is_list, as_safetensors)
-    return await answer_prompts(inputs, make_planner, prepare_answer)
+    planner = ForwardPlanner(body, subject, len(prompts), is_list, as_safetensors)
+    return await answer_prompts(inputs, planner.plan, prepare_answer)
 
 
 def prepare_answer(plan: ForwardPlan) -> PreparedAnswer:

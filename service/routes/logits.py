@@ -44,6 +44,24 @@ class LogitsPlan(PromptPlan):
     rows: list[int]
     as_safetensors: bool
 
+    def make_budget(self) -> Budget:
+        """Bound the answer, and the logits of the passes."""
+        body, vocab_size, num_rows = self.body, self.subject.sizes(len(self.ids))["d_vocab"], len(self.rows)
+        num_runs = 2 if body.baseline else 1
+        # The tokens of the prompt; for each row, the object around it and its most likely tokens.
+        num_tokens = len(self.ids) + num_rows * (1 + (body.top_k or 0))
+        contents = ResponseContents(
+            num_records=2,
+            num_predictions=num_tokens,
+            token_bytes=self.subject.longest_token_bytes,
+            num_values=num_rows * (body.top_k or vocab_size) * (2 if body.logprobs else 1),
+            encoding="safetensors" if self.as_safetensors else "json",
+            extra_bytes=self.edits_bytes,
+            num_choices=num_runs,
+        )
+        largest_tensors = num_runs * pass_bytes(num_logits=num_rows * vocab_size)
+        return Budget(contents.num_bytes, largest_tensors, "positions, top_k or logprobs")
+
 
 @router.post(
     "/logits",
@@ -60,38 +78,12 @@ async def logits(body: LogitsRequest, request: Request, state: StateDep) -> Resp
     prompts, is_list = as_list(body.prompt)
     subject = checkpoint_subject(call.checkpoint, call.adapter)
     inputs = PromptInputs(call, subject, body, prompts, is_list, as_safetensors, body.scales)
-    return await answer_prompts(inputs, partial(LogitsPlanner, body, as_safetensors), prepare_answer)
 
+    def plan(index: int, prompt: PromptPlan) -> LogitsPlan:
+        rows = find_rows(body, len(prompt.ids))
+        return LogitsPlan(**vars(prompt), body=body, rows=rows, as_safetensors=as_safetensors)
 
-@dataclass(frozen=True)
-class LogitsPlanner:
-    """Checks the positions of a request for each of its prompts. The route checks its other fields."""
-
-    body: LogitsRequest
-    as_safetensors: bool
-
-    def plan(self, index: int, prompt: PromptPlan) -> LogitsPlan:
-        rows = find_rows(self.body, len(prompt.ids))
-        return LogitsPlan(**vars(prompt), body=self.body, rows=rows, as_safetensors=self.as_safetensors)
-
-    @staticmethod
-    def make_budget(plan: LogitsPlan) -> Budget:
-        """Bound the answer, and the logits of the passes."""
-        body, vocab_size, num_rows = plan.body, plan.subject.sizes(len(plan.ids))["d_vocab"], len(plan.rows)
-        num_runs = 2 if body.baseline else 1
-        # The tokens of the prompt; for each row, the object around it and its most likely tokens.
-        num_tokens = len(plan.ids) + num_rows * (1 + (body.top_k or 0))
-        contents = ResponseContents(
-            num_records=2,
-            num_predictions=num_tokens,
-            token_bytes=plan.subject.longest_token_bytes,
-            num_values=num_rows * (body.top_k or vocab_size) * (2 if body.logprobs else 1),
-            encoding="safetensors" if plan.as_safetensors else "json",
-            extra_bytes=plan.edits_bytes,
-            num_choices=num_runs,
-        )
-        largest_tensors = num_runs * pass_bytes(num_logits=num_rows * vocab_size)
-        return Budget(contents.num_bytes, largest_tensors, "positions, top_k or logprobs")
+    return await answer_prompts(inputs, plan, prepare_answer)
 
 
 def find_rows(body: LogitsRequest, num_tokens: int) -> list[int]:

@@ -13,7 +13,7 @@ from model.tracing.stages import Stage
 from model.tracing.tap import Chain, Recorder
 from service.answers.call import RouteCall
 from service.answers.passes import PassAnswer, PreparedAnswer
-from service.answers.pattern_maps import STEPS, PatternPlan, PatternPlanner, encode_map, mean_weights, reduce_blocks
+from service.answers.pattern_maps import STEPS, PatternPlan, encode_map, mean_weights, plan_patterns, reduce_blocks
 from service.answers.prompt_passes import PromptInputs, answer_prompts
 from service.answers.subject import find_subject
 from service.http.bodies import JsonRoute
@@ -29,7 +29,7 @@ router = APIRouter(route_class=JsonRoute, tags=["inside"])
 async def patterns(body: PatternsRequest, request: Request, state: StateDep) -> Response:
     subject = find_subject(state, body.model, body.adapter)
     inputs = PromptInputs(RouteCall(request, state), subject, body, [body.prompt])
-    return await answer_prompts(inputs, partial(PatternPlanner, body), prepare_answer)
+    return await answer_prompts(inputs, partial(plan_patterns, body), prepare_answer)
 
 
 class LayerMaps(NamedTuple):
