@@ -152,31 +152,9 @@ class Metrics:
             self.edited_requests.labels(route)
         self.ignored_fields = self._counter("ignored_fields_total", "Unknown fields that requests left out", "route")
 
-    def watch_requests(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
-        running = self._gauge("num_requests_running", "Requests that have started, including passes and work on texts")
-        running.set_function(num_running)
-        waiting = self._gauge("num_requests_waiting", "Requests that wait, including passes and work on texts")
-        waiting.set_function(num_waiting)
-
-    def watch_connections(self, num_connections: Callable[[], int]) -> None:
-        self._gauge("http_connections", "Open connections").set_function(num_connections)
-
-    def watch_buffers(self, num_bytes: Callable[[], int]) -> None:
-        self._gauge("buffered_bytes", "Bytes held or reserved for request bodies and unread responses").set_function(
-            num_bytes
-        )
-
-    def watch_vectors(self, num_bytes: Callable[[], int]) -> None:
-        self._gauge("vector_bytes", "Bytes of the stored vectors for edits").set_function(num_bytes)
-
-    def watch_responses(self, num_bytes: Callable[[], int]) -> None:
-        self._gauge("stored_response_bytes", "Bytes of the stored responses of /v1/responses").set_function(num_bytes)
-
-    def watch_ready(self, is_ready: Callable[[], bool]) -> None:
-        ready = self._gauge(
-            "ready", "1 if the service takes requests; 0 while it loads or shuts down, or after a failure"
-        )
-        ready.set_function(is_ready)
+    def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """Add a gauge whose `value` is read when Prometheus asks for the metrics."""
+        Gauge(f"forwardscope_{name}", text, registry=self.registry).set_function(value)
 
     def watch_engine(
         self, stats: Callable[[], Stats], block_size: int, num_blocks: int, adapters: Collection[str], kernels: str
@@ -250,9 +228,6 @@ class Metrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"forwardscope_{name}", _with_labels(text, labels), labels, registry=self.registry)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"forwardscope_{name}", text, registry=self.registry)
 
     def _histogram(self, name: str, text: str, *labels: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
         text = _with_labels(text, labels)

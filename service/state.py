@@ -38,14 +38,17 @@ class State:
         self.began = time.time()
         self.started = time.perf_counter()
         self.metrics = Metrics()
+        watch = self.metrics.watch
         self.token_rates = TokenRates(self.metrics.count_tokens)
         self.buffers = Buffers(settings.max_buffered_bytes)
-        self.metrics.watch_buffers(lambda: self.buffers.num_bytes)
+        text = "Bytes held or reserved for request bodies and unread responses"
+        watch("buffered_bytes", text, lambda: self.buffers.num_bytes)
         self.worker = Worker(self.metrics, settings, self.buffers)
         self.vectors = VectorStore(settings.max_vectors)
-        self.metrics.watch_vectors(lambda: self.vectors.num_bytes)
+        watch("vector_bytes", "Bytes of the stored vectors for edits", lambda: self.vectors.num_bytes)
         self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
-        self.metrics.watch_responses(lambda: self.responses.num_bytes)
+        text = "Bytes of the stored responses of /v1/responses"
+        watch("stored_response_bytes", text, lambda: self.responses.num_bytes)
         self.checkpoint: Checkpoint | None = None
         self.float_network: FloatNetwork | None = None  # None: gradients are off. It belongs to their thread.
         self.translators: Translators | None = None  # of a tuned lens
@@ -57,7 +60,8 @@ class State:
         self.opened_checkpoint: OpenCheckpoint | None = None
         self.loaded = asyncio.Event()
         self.failure: str | None = None
-        self.metrics.watch_ready(lambda: self.is_ready)
+        text = "1 if the service takes requests; 0 while it loads or shuts down, or after a failure"
+        watch("ready", text, lambda: self.is_ready)
 
     @property
     def is_ready(self) -> bool:

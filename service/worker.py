@@ -36,7 +36,9 @@ class Worker:
     def __init__(self, metrics: Metrics, settings: Settings, buffers: Buffers) -> None:
         self._metrics = metrics
         self._buffers = buffers
-        self._metrics.watch_requests(lambda: self.num_running, lambda: self.num_waiting)
+        of_all = "including passes and work on texts"
+        metrics.watch("num_requests_running", f"Requests that have started, {of_all}", lambda: self.num_running)
+        metrics.watch("num_requests_waiting", f"Requests that wait, {of_all}", lambda: self.num_waiting)
         self._settings = settings
         self._streams: dict[str, RequestStream] = {}
         self._jobs_in_flight: set[Future[Any]] = set()  # of the network's thread
