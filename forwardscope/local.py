@@ -50,12 +50,11 @@ from forwardscope.prompt_lists import (
 from forwardscope.results.attributions import Attribution
 from forwardscope.results.comparisons import Comparison
 from forwardscope.results.generations import FinishEvent, Generation, StreamEvent, TokenEvent
-from forwardscope.results.passes import AppliedEdit, Logits, Pass, PassTimings, Patterns, Trace
+from forwardscope.results.passes import Logits, Pass, PassTimings, Patterns, Trace
 from forwardscope.results.weights import Weight
 from forwardscope.tensor_files import NumpyArray
 from model.analysis.attribution.gradients import GradientTap
 from model.analysis.auto_quantization import resolve
-from model.analysis.edit_sources import Network
 from model.analysis.forward_trace import Trace as PassTrace
 from model.analysis.forward_trace import TracedPass
 from model.analysis.harvest.passes import local_model
@@ -73,7 +72,6 @@ from model.network.transformer import Transformer
 from model.network.weight_indices import read_part
 from model.network.weight_views import WeightViews
 from model.text.tokenizer import Tokenizer
-from model.tracing.edits import BoundEdits
 from model.tracing.hooks import HookContext, Hooks
 from model.tracing.predictions import predict
 from model.tracing.selection import Selection
@@ -323,7 +321,7 @@ class LocalModel(Batches):
         def make_passes() -> list[TracedPass]:
             taps: list[Tap] = []
             if edits:
-                bound, head["edits"] = self._bind(edits, adapted, ids, len(ids))
+                bound, head["edits"] = bind_edits(edits, adapted, self.checkpoint, ids, self._ids_of)
                 taps.append(bound.whole_pass(ids, ops=adapted.backend.network))
             if own_hooks is not None:
                 taps.append(own_hooks.tap(0, len(ids)))
@@ -355,14 +353,6 @@ class LocalModel(Batches):
             "predictions": describe_predictions(rows, top, self._text_of),
             "loss": describe_loss(found.loss.detach(), found.loss.clone()),
         }
-
-    def _bind(
-        self, edits: Sequence[Mapping[str, Any]], network: Network, ids: list[int], max_length: int
-    ) -> tuple[BoundEdits, tuple[AppliedEdit, ...]]:
-        """Check edits for a prompt, and run the passes from which some take their values."""
-        checkpoint = self.checkpoint
-        config, device = checkpoint.model.config, checkpoint.model.embed.weight.device
-        return bind_edits(edits, network, config, checkpoint.stages, ids, max_length, self._ids_of, device)
 
     def harvest(
         self,

@@ -11,7 +11,7 @@ from service.spans import RequestSpan
 
 if TYPE_CHECKING:
     from service.http.buffers import Reservation
-    from service.http.chunk_writer import ChunkWriter
+    from service.http.http_parser import ChunkWriter
 
 KEY = "forwardscope.notes"
 

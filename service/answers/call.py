@@ -16,9 +16,10 @@ from service.http.errors import ApiError, timed_out
 from service.http.schemas import AdaptedRequest, ModelRequest
 from service.ignored_fields import is_strict, note_ignored
 from service.request_notes import notes_of
-from service.state import State, find_adapter, served_checkpoint
+from service.state import State, find_adapter, get_engine, served_checkpoint
 
 Result = TypeVar("Result")
+PAUSES = 3.0  # for other generations, times the work that delays them
 FEW_CHECKS = 16  # of stop strings, globs, prompts or edits, which take about a millisecond
 
 
@@ -71,6 +72,14 @@ class RouteCall:
     async def run_here_or_on_thread(self, num_checks: int, job: Callable[[], Result]) -> Result:
         """Run a job, outside the event loop if it makes many checks: of stop strings, globs, prompts or edits."""
         return await self.state.worker.executors.run("bodies", job) if num_checks > FEW_CHECKS else job()
+
+    async def give_way(self, seconds: float, num_own: int) -> None:
+        """After work of `seconds` that delays others, leave other generations three times as long, if any run.
+
+        `num_own` of those that run belong to this request.
+        """
+        if get_engine(self.state).num_owners > num_own:
+            await asyncio.sleep(PAUSES * seconds)
 
     async def respond(
         self,

@@ -255,6 +255,6 @@ def check_baseline(baseline: bool, edits: Sequence[schemas.Edit]) -> None:
         raise invalid("baseline", "compares with the run without edits, but there are no edits; send edits")
 
 
-def answer_bytes(plan: EditPlan) -> int:
+def answer_bytes(plan: EditPlan | None) -> int:
     """The bytes of `edits` in an answer."""
-    return len(to_json(describe_edits(plan)))
+    return 0 if plan is None else len(to_json(describe_edits(plan)))

@@ -13,7 +13,7 @@ from model.tracing.selection import Selection
 from model.tracing.stages import Stage
 from model.worked_examples import WorkedExample
 from service.answers.budget import Budget, ResponseContents, pass_bytes
-from service.answers.edits import check_baseline
+from service.answers.edits import answer_bytes, check_baseline
 from service.answers.prompt_passes import PromptPlan
 from service.answers.prompts import check_ids, check_indices, find_positions, param_of
 from service.answers.stage_answers import select_stages
@@ -71,7 +71,7 @@ class ForwardPlan(PromptPlan):
             num_values=num_values if has_values else 0,
             dtype=self.dtype or computed_dtype,
             encoding=self.encoding,
-            extra_bytes=self.edits_bytes if subject.example is None else PUBLISHED_BYTES,
+            extra_bytes=answer_bytes(self.edit_plan) if subject.example is None else PUBLISHED_BYTES,
             num_choices=num_runs,
         )
         largest_tensors = pass_bytes(

@@ -25,14 +25,13 @@ from model.text.sampling import NoFiniteMaximum
 from model.text.transcript import TokenOutput
 from service.answers.constraints import generation_error
 from service.answers.generation_plan import GenerationPlan, Inputs, plan_generation
-from service.answers.giving_way import give_way
 from service.answers.prompts import token_text
 from service.answers.request_phases import TraceTimes, add_generation
 from service.answers.step_trace_answers import TracePlan, trace_answer
-from service.http.chunk_writer import ChunkWriter
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import ApiError, unexpected
+from service.http.http_parser import ChunkWriter
 from service.http.sse import DONE, error_content, error_event
 from service.request_notes import notes_of, recorded_span
 from service.request_stream import RequestStream
@@ -140,7 +139,7 @@ class Generation:
         times.num_steps += 1
         times.num_bytes += len(content)
         times.ended = time.perf_counter()
-        await give_way(self.call.state, seconds, num_own=1)  # others wait for Python while a trace is encoded
+        await self.call.give_way(seconds, num_own=1)  # others wait for Python while a trace is encoded
         return orjson.Fragment(content)
 
     def _timed_encoding(self, trace: StepTrace, plan: TracePlan) -> tuple[bytes, float]:
@@ -167,7 +166,16 @@ class Generation:
         self.call.reservation.count(len(content) - self._reserved)
         return content
 
-    async def respond(self, answer: Coroutine[Any, Any, bytes]) -> Response:
+    async def respond(self, describe: Callable[[list["Choice"]], Any]) -> Response:
+        """Wait until every choice has ended, and respond with what `describe` makes of the choices."""
+
+        async def answer() -> bytes:
+            choices = await self.collect()
+            return await self.encode(lambda: describe(choices))
+
+        return await self.respond_with(answer())
+
+    async def respond_with(self, answer: Coroutine[Any, Any, bytes]) -> Response:
         """Respond with an answer that is not streamed, and close the generation, also if the client disconnects."""
         try:
             content = await unless_disconnected(self.call.request, answer)

@@ -46,8 +46,8 @@ class Options:
 
     id_prefix: str
     max_tokens: int | None
-    default_max_tokens: int | None
-    n: int
+    default_max_tokens: int | None = None
+    n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False

@@ -19,6 +19,7 @@ from model.tracing.pauses import pause
 from model.tracing.selection import Selection
 from model.tracing.stages import Stage
 from service.answers.budget import Budget, ResponseContents, pass_bytes
+from service.answers.edits import answer_bytes
 from service.answers.prompt_passes import PromptPlan
 from service.answers.prompts import check_indices
 from service.http.encoding import Base64, cast
@@ -64,7 +65,7 @@ class PatternPlan(PromptPlan):
             num_values=num_maps * self.size**2,
             dtype=dtype if self.body.dtype is None else dtype_of(self.body.dtype),
             encoding="base64",
-            extra_bytes=self.edits_bytes,
+            extra_bytes=answer_bytes(self.edit_plan),
         )
         num_logits = sizes["d_vocab"] * (1 if self.subject.checkpoint is not None else num_tokens)
         tensors = pass_bytes(num_logits=num_logits, num_scores=sizes["head"] * num_tokens**2, itemsize=dtype.itemsize)

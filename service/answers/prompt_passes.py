@@ -21,7 +21,7 @@ from model.tracing.hooks import Hooks
 from model.tracing.tap import Chain, Tap
 from service.answers.budget import Budget, total
 from service.answers.call import RouteCall
-from service.answers.edits import answer_bytes, bind_edits, read_edits
+from service.answers.edits import bind_edits, read_edits
 from service.answers.passes import PendingAnswer, PreparedAnswer, answer_passes
 from service.answers.prompts import Prompt, param_of
 from service.answers.subject import Subject
@@ -42,11 +42,6 @@ class PromptPlan:
     edit_plan: EditPlan | None = None
     bound_edits: BoundEdits | None = None
     hooks: Hooks | None = None
-
-    @property
-    def edits_bytes(self) -> int:
-        """The bytes of `edits` in the answer."""
-        return 0 if self.edit_plan is None else answer_bytes(self.edit_plan)
 
     def tap(self, rows: Sequence[int] | None = None) -> Tap | None:
         """The tap that changes the pass; None without edits and hooks."""

@@ -16,10 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from service.http.access_log import AccessLog, log_refusal
-from service.http.chunk_writer import ChunkWriter
 from service.http.errors import ApiError, ErrorResponse, error_bytes
 from service.http.gate import OPERATION_PATHS, closing
-from service.http.http_parser import HttpParser
+from service.http.http_parser import ChunkWriter, HttpParser
 from service.http.tcp import hang_up_state, unacknowledged_bytes
 from service.request_notes import RequestNotes, notes_of
 

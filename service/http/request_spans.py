@@ -6,13 +6,17 @@ route, because other paths can contain any text.
 
 import time
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.access_log import is_frequent
 from service.http.route_labels import method_label, route_label
 from service.request_notes import notes_of
-from service.spans import RequestSpan, Tracer
+from service.spans import RequestSpan
+
+if TYPE_CHECKING:
+    from service.otel import CollectorTracer
 
 
 class RequestSpans:
@@ -23,7 +27,7 @@ class RequestSpans:
     in W3C's draft for responses.
     """
 
-    def __init__(self, app: ASGIApp, tracer: Tracer, paths: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, tracer: "CollectorTracer", paths: Collection[str]) -> None:
         self.app = app
         self._tracer = tracer
         self._paths = paths

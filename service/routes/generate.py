@@ -5,6 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from forwardscope.local_results import describe_logprobs, describe_top_logprobs
 from forwardscope.results import generations
 from model.engine.request import Output
 from model.text.transcript import TokenOutput
@@ -15,7 +16,6 @@ from service.answers.generation import Choice, ChoiceOutput, Generation, start_g
 from service.answers.generation_changes import changes_answer
 from service.answers.generation_plan import Inputs, Options
 from service.answers.prompts import prompt_ids
-from service.answers.token_logprobs import logprob_answer, top_logprobs
 from service.http.bodies import JsonRoute
 from service.http.errors import invalid
 from service.http.generate_schemas import GenerateRequest
@@ -58,7 +58,7 @@ async def generate(body: GenerateRequest, request: Request, state: StateDep) -> 
     generation = await start_generation(Inputs(call, body, options, prompts, constraint, body.scales))
     if body.stream:
         return EventStream(generation.events(Events(generation)), on_close=generation.close)
-    return await generation.respond(answer(generation, body.baseline))
+    return await generation.respond_with(answer(generation, body.baseline))
 
 
 class Events:
@@ -90,7 +90,7 @@ class Events:
         if token.logprobs is None:
             return generations.EventToken(token.token_id, None)
         return generations.EventToken(
-            token.token_id, token.logprobs.chosen, top_logprobs(token, self._generation.text_of)
+            token.token_id, token.logprobs.chosen, describe_top_logprobs(token, self._generation.text_of)
         )
 
 
@@ -141,7 +141,7 @@ def choice_fields(choice: Choice, generation: Generation) -> dict[str, Any]:
         "choice": choice.index,
         "text": choice.text,
         "tokens": tuple(token.token_id for token in tokens),
-        "logprobs": tuple(logprob_answer(token, generation.text_of) for token in tokens) if has_logprobs else None,
+        "logprobs": tuple(describe_logprobs(token, generation.text_of) for token in tokens) if has_logprobs else None,
         "trace": tuple(choice.traces) if generation.is_traced else None,
         **end_fields(choice.last),
     }

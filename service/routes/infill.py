@@ -51,7 +51,7 @@ async def infill(body: InfillRequest, request: Request, state: StateDep) -> Resp
     writer = Writer(body, generation)
     if body.stream:
         return EventStream(generation.events(writer.events, done=b""), on_close=generation.close)
-    return await generation.respond(writer.answer())
+    return await generation.respond(writer.answer)
 
 
 async def read_prompt(body: InfillRequest, call: ModelCall) -> tuple[list[int], str]:
@@ -90,12 +90,8 @@ class Writer:
         self._generation = generation
         self._strings = TokenStrings(generation.call.checkpoint.tokenizer, as_ids=False)
 
-    async def answer(self) -> bytes:
-        """Wait until the text has ended, and encode the answer."""
-        (choice,) = await self._generation.collect()
-        return await self._generation.encode(partial(self._answer, choice))
-
-    def _answer(self, choice: Choice) -> InfillAnswer:
+    def answer(self, choices: list[Choice]) -> InfillAnswer:
+        (choice,) = choices
         assert choice.last is not None
         traces = choice.traces if self._generation.is_traced else None
         return self._end(choice.last, self._fields(choice.tokens, traces))

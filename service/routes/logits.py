@@ -21,7 +21,7 @@ from model.ops.torch_ops import TORCH
 from model.tracing.pauses import pause, pieces
 from service.answers.budget import Budget, ResponseContents, pass_bytes
 from service.answers.call import model_call
-from service.answers.edits import check_baseline
+from service.answers.edits import answer_bytes, check_baseline
 from service.answers.passes import SAFETENSORS_MEDIA_TYPE, PassAnswer, PreparedAnswer, wants_safetensors
 from service.answers.prompt_passes import PromptInputs, PromptPlan, answer_prompts
 from service.answers.prompts import as_list, find_positions
@@ -56,7 +56,7 @@ class LogitsPlan(PromptPlan):
             token_bytes=self.subject.longest_token_bytes,
             num_values=num_rows * (body.top_k or vocab_size) * (2 if body.logprobs else 1),
             encoding="safetensors" if self.as_safetensors else "json",
-            extra_bytes=self.edits_bytes,
+            extra_bytes=answer_bytes(self.edit_plan),
             num_choices=num_runs,
         )
         largest_tensors = num_runs * pass_bytes(num_logits=num_rows * vocab_size)

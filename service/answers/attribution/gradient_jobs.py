@@ -19,9 +19,9 @@ from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits
 from model.tracing.pauses import pause
 from model.tracing.stages import sizes_of
-from service.answers.attribution.edits import Plans, bind, edits_bytes
-from service.answers.attribution.question import Question
+from service.answers.attribution.question import Plans, Question
 from service.answers.budget import Budget
+from service.answers.edits import answer_bytes
 from service.http.encoding import to_json
 from service.http.errors import ApiError, invalid
 
@@ -93,9 +93,9 @@ async def answer_gradients(
     """
     state, network = question.state, float_network_of(question)
     check_tokens(question, num_passes)
-    response_bytes += edits_bytes(edits)
+    response_bytes += answer_bytes(edits[0])
     Budget(response_bytes, pass_bytes_of(question, network, num_logits), FIELDS).check(state)
-    bound = await bind(question, edits)
+    bound = await question.bind(edits)
     num_tokens = len(question.ids) * num_passes
     question.note_tokens(num_tokens)
 

@@ -15,19 +15,24 @@ from model.analysis.attribution.gradients import differentiable_stages
 from model.analysis.attribution.target import LogitTarget, LossTarget, StageTarget, Target
 from model.errors import InvalidField, shortened
 from model.network.adapters import Adapter
-from model.tracing.edits import EditPlan
+from model.tracing.edits import BoundEdits, EditPlan
 from model.tracing.edits.operands import read_row
 from model.tracing.stages import Stage, UnknownStage, select_rows, sizes_of
 from service.answers.budget import ResponseContents
 from service.answers.call import ModelCall
-from service.answers.edits import find_vector
+from service.answers.edits import bind_edits, find_vector, read_edits
 from service.answers.prompts import Prompt, check_ids, longest_token_bytes, prompt_ids, token_answers, token_text
 from service.answers.stage_answers import select_stages
 from service.http.attribute_schemas import LogitRequest, PromptRequest, TargetRequest
+from service.http.edit_schemas import Edit
 from service.http.encoding import NAMES, Encoding
 from service.http.errors import invalid, invalid_field
 
 MAX_SHOWN_PIECES = 8  # of a text that is several tokens, in an error message
+
+
+Plans = Sequence[EditPlan | None]
+"""The plans of the edits for each prompt of a request; all are None without edits. Answers describe the first one."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,21 @@ class Question(ModelCall):
     def served_adapter(self) -> Adapter | None:
         """The adapter of the served network."""
         return None if self.adapter is None else self.checkpoint.adapters[self.adapter]
+
+    async def plan_edits(self, edits: Sequence[Edit], *prompts: Sequence[int]) -> Plans:
+        """Check the edits of the passes that are explained for each of their prompts."""
+        edit_planner = await read_edits(edits, [(ids, None) for ids in prompts], self)
+        if edit_planner is None:
+            return [None] * len(prompts)
+        num_checks = len(prompts) * edit_planner.num_checks
+        return await self.run_here_or_on_thread(
+            num_checks, lambda: [edit_planner.plan(ids, len(ids)) for ids in prompts]
+        )
+
+    async def bind(self, plans: Plans) -> Sequence[BoundEdits | None]:
+        """Bind the edits of each prompt; None without edits."""
+        own = [plan for plan in plans if plan is not None]
+        return await bind_edits(own, self) if own else [None] * len(plans)
 
     def token_answer(self, token_id: int) -> Token:
         return Token(token_id, token_text(self.checkpoint, token_id))

@@ -22,10 +22,8 @@ from forwardscope.results import attributions as results
 from model.analysis.attribution.patching_sweep import Cell, Patcher, frozen_stages, stage_values
 from model.engine.request import Request as EngineRequest
 from model.tracing.edits import BoundEdits
-from service.answers.attribution.edits import bind
 from service.answers.attribution.question import Question
 from service.answers.attribution.sweep_plan import MAX_GROUP, SweepPlan, engine_request, make_plan
-from service.answers.giving_way import give_way
 from service.answers.prompts import token_answers
 from service.answers.stage_answers import effects_answer
 from service.http.attribute_schemas import PatchingRequest
@@ -118,7 +116,7 @@ class SweepRun:
     async def _unpatched(self) -> tuple[float, float]:
         """The values of the clean and of the corrupted pass."""
         ids = [list(self._plan.question.ids), self._plan.corrupted]
-        self._edits = await bind(self._plan.question, self._plan.edits)
+        self._edits = await self._plan.question.bind(self._plan.edits)
         clean, corrupted = await self._values(list(zip(ids, self._edits, strict=True)))
         return clean, corrupted
 
@@ -138,7 +136,7 @@ class SweepRun:
                 results.SweepCell(cell.stage.name, cell.position, cell.head, value)
                 for cell, value in zip(cells, values, strict=True)
             ]
-            await give_way(self._state, seconds, num_own=0)  # steps with cells take longer than those that only decode
+            await plan.question.give_way(seconds, num_own=0)  # steps with cells take longer than those that only decode
         self._state.metrics.attributions.labels("patching").inc()
 
     async def _patcher(self) -> Patcher:

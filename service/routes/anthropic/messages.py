@@ -1,12 +1,12 @@
 """POST /v1/messages and POST /v1/messages/count_tokens: answer a conversation, in the form of Anthropic's API."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import groupby
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from forwardscope.local_results import describe_logprobs
 from forwardscope.results.anthropic import (
     AssistantMessage,
     ContentBlockDelta,
@@ -41,7 +41,6 @@ from service.answers.chats import find_tools, start_chat
 from service.answers.conversations import conversation_ids, find_template
 from service.answers.generation import Choice
 from service.answers.openai_answers import ChunkTemplate
-from service.answers.token_logprobs import logprob_answer
 from service.http.anthropic_schemas import ConversationRequest, CountTokensRequest, MessagesRequest
 from service.http.bodies import INLINE_BYTES, JsonRoute
 from service.http.encoding import json_response
@@ -70,7 +69,7 @@ async def messages(body: MessagesRequest, request: Request, state: StateDep) -> 
     if body.stream:
         events = stream.events(writer.events, write_error=write_error, done=b"")
         return EventStream(events, on_close=stream.generation.close, keep_alive=write(Ping()))
-    return await stream.generation.respond(writer.answer())
+    return await stream.generation.respond(writer.answer)
 
 
 @router.post(
@@ -111,12 +110,8 @@ class Writer:
         self._key: object = None  # of the open block
         self._text_delta = ChunkTemplate(lambda text: b"")  # of the open block
 
-    async def answer(self) -> bytes:
-        """Wait until the answer has ended, and encode it."""
-        (choice,) = await self._stream.collect()
-        return await self._generation.encode(partial(self._answer, choice))
-
-    def _answer(self, choice: Choice) -> AssistantMessage:
+    def answer(self, choices: list[Choice]) -> AssistantMessage:
+        (choice,) = choices
         output = self._stream.read_whole(choice)
         assert output.end is not None
         return AssistantMessage(
@@ -160,7 +155,7 @@ class Writer:
         """The log-probabilities of the tokens, if the request asks for them."""
         if self._generation.params.logprobs is None:
             return None
-        return [logprob_answer(token, self._generation.text_of) for token in output.tokens]
+        return [describe_logprobs(token, self._generation.text_of) for token in output.tokens]
 
     def _empty_message(self) -> AssistantMessage:
         return AssistantMessage(

@@ -59,7 +59,7 @@ async def chat(body: ChatRequest, request: Request, state: StateDep) -> Response
     writer = Writer(body, stream)
     if body.stream:
         return EventStream(stream.events(writer.chunks, writer.last_chunks), on_close=stream.generation.close)
-    return await stream.generation.respond(writer.answer())
+    return await stream.generation.respond(writer.answer)
 
 
 class Writer:
@@ -81,12 +81,7 @@ class Writer:
         indices = range(body.n if has_plain_chunks else 0)
         self._templates = [ChunkTemplate(partial(self._text_chunk, index)) for index in indices]
 
-    async def answer(self) -> bytes:
-        """Wait until every choice has ended, and encode the answer."""
-        choices = await self._stream.collect()
-        return await self._generation.encode(lambda: self._answer(choices))
-
-    def _answer(self, choices: list[Choice]) -> ChatCompletion:
+    def answer(self, choices: list[Choice]) -> ChatCompletion:
         outputs = [self._stream.read_whole(choice) for choice in choices]
         return ChatCompletion(
             **self._head,

@@ -53,7 +53,7 @@ async def completions(body: CompletionRequest, request: Request, state: StateDep
     writer = Writer(body, generation)
     if body.stream:
         return EventStream(generation.events(writer.events, writer.last_events), on_close=generation.close)
-    return await generation.respond(writer.answer())
+    return await generation.respond(writer.answer)
 
 
 def read_options(body: CompletionRequest) -> Options:
@@ -121,12 +121,7 @@ class Writer:
         indices = range(generation.num_choices if body.stream and not asks_more else 0)
         self._templates = [ChunkTemplate(partial(self._text_chunk, index)) for index in indices]
 
-    async def answer(self) -> bytes:
-        """Wait until every choice has ended, and encode the answer."""
-        choices = await self._generation.collect()
-        return await self._generation.encode(lambda: self._answer(choices))
-
-    def _answer(self, choices: list[Choice]) -> Completion:
+    def answer(self, choices: list[Choice]) -> Completion:
         num_generated, num_returned = self._generation.params.n, self._body.n
         returned = []
         for start in range(0, len(choices), num_generated):

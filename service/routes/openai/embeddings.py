@@ -43,17 +43,10 @@ async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep) 
         await prompt_ids(call, each, param_of("input", index, is_list), add_special_tokens=body.add_special_tokens)
         for index, each in enumerate(inputs)
     ]
-    options = Options(
-        id_prefix="embd",
-        max_tokens=0,
-        default_max_tokens=None,
-        n=1,
-        pooling=pooling,
-        field_names={"prompt": "input"},
-    )
+    options = Options(id_prefix="embd", max_tokens=0, pooling=pooling, field_names={"prompt": "input"})
     fields = GenerationRequest(edits=body.edits)
     generation = await start_generation(Inputs(call, fields, options, prompts, None))
-    return await generation.respond(answer(body, pooling, generation))
+    return await generation.respond_with(answer(body, pooling, generation))
 
 
 def find_pooling(body: EmbeddingRequest, checkpoint: Checkpoint) -> Pooling:

@@ -65,7 +65,7 @@ async def responses(body: ResponsesRequest, request: Request, state: StateDep) -
     if body.stream:
         reservation.count(NUM_ECHOES * sum(map(len, settings.values())))
         return EventStream(events(stream, writer), on_close=stream.generation.close)
-    return await stream.generation.respond(whole_response(stream, writer))
+    return await stream.generation.respond_with(whole_response(stream, writer))
 
 
 def parts_without_effect(body: ResponsesRequest, conversation: Conversation) -> list[str]:
@@ -85,7 +85,7 @@ async def events(stream: ChatStream, writer: ResponseWriter) -> AsyncGenerator[b
 
 async def whole_response(stream: ChatStream, writer: ResponseWriter) -> bytes:
     """Wait for the whole response, and encode it."""
-    (choice,) = await stream.collect()
+    (choice,) = await stream.generation.collect()
     content = await stream.generation.encode(lambda: writer.answer(choice))
     writer.keep(content)
     return content
