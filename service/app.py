@@ -9,15 +9,13 @@ from fastapi import Depends, FastAPI
 
 from model import __version__
 from model.network.ranks import Ranks
-from service.http.access_log import AccessLog
 from service.http.cors import Cors
 from service.http.documentation import add_documentation
 from service.http.errors import InternalErrors, install_error_handlers
 from service.http.gate import Gate
-from service.http.http_metrics import HttpMetrics
 from service.http.openapi import API_KEY, error_answers
 from service.http.page_files import PageFiles
-from service.http.request_spans import RequestSpans
+from service.http.request_reports import RequestReports
 from service.http.root_path import RootPath
 from service.http.route_labels import PAGE_PATH
 from service.loading import close, load
@@ -91,16 +89,13 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None,
         files = PageFiles()
         app.add_route("/", files.index, include_in_schema=False)
         app.mount(PAGE_PATH, files)
-    # A request passes those that are added last first: root path, spans, log, metrics, CORS, errors, gate, and a route.
+    # A request passes those that are added last first: root path, reports, CORS, errors, gate, and a route.
     app.add_middleware(Gate, routes=app.routes, buffers=state.buffers, settings=settings)
     app.add_middleware(InternalErrors)
     if settings.cors_origin:
         app.add_middleware(Cors, origins=settings.cors_origin)
     paths = {**app.openapi()["paths"], **({"/": {"get"}, PAGE_PATH: {"get"}} if settings.page else {})}
-    app.add_middleware(HttpMetrics, metrics=state.metrics, paths=paths)
-    app.add_middleware(AccessLog, paths=paths)
-    if tracer is not None:
-        app.add_middleware(RequestSpans, tracer=tracer, paths=paths)
+    app.add_middleware(RequestReports, paths=paths, metrics=state.metrics, tracer=tracer)
     if settings.root_path is not None:
         app.add_middleware(RootPath, root=settings.root_path)
     return app

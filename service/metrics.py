@@ -7,7 +7,7 @@ delivered. The engine's own counters are read when Prometheus asks for the metri
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import get_args
@@ -151,6 +151,26 @@ class Metrics:
         for route in EDITED_ROUTES:
             self.edited_requests.labels(route)
         self.ignored_fields = self._counter("ignored_fields_total", "Unknown fields that requests left out", "route")
+
+    def begin_routes(self, paths: Iterable[str]) -> None:
+        """Begin the series of each route of POST at 0: for Prometheus, a new series at 1 is no increase."""
+        for path in paths:
+            for status in ("200", "429", "500", "503"):
+                self.http_requests.labels(path, "POST", status)
+            if path.startswith("/v1/"):
+                self.ignored_fields.labels(path)
+
+    def note_request(
+        self, route: str, method: str, status: int, seconds: float, num_ignored: int, is_edited: bool
+    ) -> None:
+        """Count an HTTP request whose response has ended."""
+        self.http_requests.labels(route, method, str(status)).inc()
+        self.http_seconds.labels(route).observe(seconds)
+        if num_ignored:
+            self.ignored_fields.labels(route).inc(num_ignored)
+        if is_edited:
+            self.edited_requests.labels(route).inc()
+            self.edited_seconds.labels(route).observe(seconds)
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
         """Add a gauge whose `value` is read when Prometheus asks for the metrics."""

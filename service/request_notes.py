@@ -23,9 +23,9 @@ class RequestNotes:
     chunk_writer: "ChunkWriter | None" = None
     """Writes parts of a response to the connection (connections.py), for sse.py and answers/generation.py."""
     span: RequestSpan | None = None
-    """The span of the request, if there are spans, and it has one (request_spans.py)."""
+    """The span of the request, if there are spans, and it has one (request_reports.py)."""
     ids: RequestIds | None = None
-    """The id of the request, for its response and its log lines, and the ids of its span (access_log.py)."""
+    """The id of the request, for its response and its log lines, and the ids of its span (request_reports.py)."""
     reservation: "Reservation | None" = None
     """The memory that the request holds until its response is sent (gate.py)."""
     ignored_fields: list[str] = field(default_factory=list)
