@@ -12,12 +12,11 @@ from model.network.ranks import Ranks
 from service.http.cors import Cors
 from service.http.documentation import add_documentation
 from service.http.errors import InternalErrors, install_error_handlers
-from service.http.gate import Gate
+from service.http.gate import PAGE_PATH, Gate
 from service.http.openapi import API_KEY, error_answers
 from service.http.page_files import PageFiles
 from service.http.request_reports import RequestReports
 from service.http.root_path import RootPath
-from service.http.route_labels import PAGE_PATH
 from service.loading import close, load
 from service.memory import trim_forever
 from service.routes import (

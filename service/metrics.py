@@ -89,8 +89,8 @@ class RequestTimes:
         return None if self.first_token is None else self.first_token - self.arrived
 
 
-class Metrics:
-    """The metrics of one application."""
+class Metrics(Collector):
+    """The metrics of one application. `collect` has the numbers of tokens, which are no metrics of the library."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # the text format does not use these times
@@ -102,7 +102,7 @@ class Metrics:
         self.http_seconds = self._histogram(
             "http_request_duration_seconds", "Time from request to last byte of the response", "route"
         )
-        self.registry.register(TokenCollector(self.count_tokens))
+        self.registry.register(self)
         self.finished = self._counter("request_success_total", "Continuations that ended", "finished_reason")
         for reason in get_args(FinishReason):  # each begins at 0: for Prometheus, a new series at 1 is no increase
             self.finished.labels(reason)
@@ -210,6 +210,11 @@ class Metrics:
             self._text, self._text_expires = generate_latest(self.registry), now + TEXT_SECONDS
         return self._text
 
+    def collect(self) -> Iterator[Metric]:
+        num_prompt, num_generated = self.count_tokens()
+        yield CounterMetricFamily("forwardscope_prompt_tokens", "Prompt tokens of passes and generations", num_prompt)
+        yield CounterMetricFamily("forwardscope_generation_tokens", "Generated tokens", num_generated)
+
     def count_tokens(self) -> tuple[int, int]:
         """The numbers of prompt tokens and of generated tokens since the start."""
         return self.num_prompt_tokens, self.num_generated_tokens
@@ -279,18 +284,6 @@ class StepHistogram(Collector):
         bounds = map(floatToGoString, (*self._buckets, float("inf")))
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
         yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
-
-
-class TokenCollector(Collector):
-    """The numbers of tokens since the start, read when Prometheus asks for the metrics."""
-
-    def __init__(self, count: Callable[[], tuple[int, int]]) -> None:
-        self._count = count
-
-    def collect(self) -> Iterator[Metric]:
-        num_prompt, num_generated = self._count()
-        yield CounterMetricFamily("forwardscope_prompt_tokens", "Prompt tokens of passes and generations", num_prompt)
-        yield CounterMetricFamily("forwardscope_generation_tokens", "Generated tokens", num_generated)
 
 
 class EngineCollector(Collector):

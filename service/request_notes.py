@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from starlette.types import Scope
 
 from model.tracing.hooks import Hooks
-from service.request_ids import RequestIds
+from service.log_format import RequestIds
 from service.spans import RequestSpan
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from service.answers.offered_tools import OfferedTools
 from service.answers.openai_answers import check_implemented
 from service.answers.prompts import tokenize
 from service.answers.tools_as_text import in_system_message, without_tools
+from service.http.bodies import check_values, max_values
 from service.http.errors import invalid, invalid_field
-from service.http.json_values import check_values, max_values
 from service.http.openai_schemas import ChatRequest, JsonObject, Message
 from service.ignored_fields import note_ignored
 

@@ -18,10 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.http.buffers import Buffers, Reservation
 from service.http.documentation import DOCUMENTATION_FILES, DOCUMENTATION_PATHS
 from service.http.errors import ApiError, ClientGone, ErrorResponse
-from service.http.route_labels import PAGE_PATH
 from service.request_notes import RequestNotes, notes_of
 from service.settings import Settings, is_address
 
+PAGE_PATH = "/page"  # of the files of the web page, which all count as one route
 HEALTH_PATHS = frozenset({"/health", "/ready"})  # begin at once, without `Turnstile`
 OPERATION_PATHS = HEALTH_PATHS | {"/metrics"}
 # These need no API key, because orchestrators and browsers have none. The web page asks its user for the key.

@@ -70,6 +70,15 @@ class Nullable(StrictBody):
         }
 
 
+TOP_LOGPROBS: Any = Field(
+    None,
+    ge=0,
+    le=MAX_TOP,
+    description="report the log-probabilities of each token and of this many most likely ones",
+)
+TOP_K: Any = Field(None, ge=-1, le=MAX_TOP_K, description="0 or -1 keeps all tokens; default: the checkpoint's, else 0")
+
+
 class StreamOptions(Nullable):
     include_usage: bool = Field(False, description="end the stream with a chunk that has `usage` and no choices")
     include_obfuscation: Ignored
@@ -126,9 +135,7 @@ class OpenAIRequest(OtherServers, GenerationRequest):
 
     model_config = ConfigDict(extra="ignore")
 
-    top_k: int | None = Field(
-        None, ge=-1, le=MAX_TOP_K, description="0 or -1 keeps all tokens; default: the checkpoint's, else 0"
-    )
+    top_k: int | None = TOP_K
     top_p: float | None = Field(
         None, ge=0, le=1, description="0 keeps only the most likely token; default: the checkpoint's, else 1"
     )
@@ -192,12 +199,7 @@ class CompletionRequest(OpenAIRequest):
     model_config = example(prompt=PROMPT, max_tokens=16, temperature=0, logprobs=2)
 
     prompt: Prompts
-    logprobs: int | None = Field(
-        None,
-        ge=0,
-        le=MAX_TOP,
-        description="report the log-probabilities of each token and of this many most likely ones",
-    )
+    logprobs: int | None = TOP_LOGPROBS
     echo: bool = Field(False, description="return the prompt before its continuation")
     best_of: int | None = Field(
         None, ge=1, description="generate this many continuations, and return the `n` with the highest mean logprob"

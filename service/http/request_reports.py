@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.http.gate import OPERATION_PATHS
-from service.http.route_labels import is_page_file, method_label, route_label
+from service.http.gate import OPERATION_PATHS, PAGE_PATH
 from service.ignored_fields import HEADER as IGNORED_HEADER
 from service.ignored_fields import ignored_text
+from service.log_format import RequestIds, handling
 from service.metrics import Metrics
-from service.request_ids import RequestIds, handling
 from service.request_notes import notes_of
 
 if TYPE_CHECKING:
@@ -113,6 +112,24 @@ class RequestReports:
             log_request(scope, outcome, level)
         if self._tracer is not None and notes.span is not None and notes.span.is_recording:
             end_span(self._tracer, scope, outcome, is_route=scope["path"] in self._paths)
+
+
+def route_label(scope: Scope, paths: Collection[str]) -> str:
+    """The path of a request if it is one of `paths`, such as `/v1/models/{model}`, otherwise `unmatched`."""
+    if is_page_file(scope):
+        return PAGE_PATH if PAGE_PATH in paths else "unmatched"
+    path = getattr(scope.get("route"), "path_format", None) or scope["path"]  # FastAPI sets the route
+    return str(path) if path in paths else "unmatched"
+
+
+def is_page_file(scope: Scope) -> bool:
+    """Whether a request is for a file of the web page."""
+    return bool(scope["path"].startswith(f"{PAGE_PATH}/"))
+
+
+def method_label(scope: Scope) -> str:
+    """The method of a request if it is a common one, otherwise `other`."""
+    return scope["method"] if scope["method"] in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS") else "other"
 
 
 def is_frequent(scope: Scope) -> bool:
