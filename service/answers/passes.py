@@ -20,7 +20,7 @@ from torch import Tensor
 from forwardscope.results.attributions import Attribution
 from forwardscope.results.passes import PassTimings, PromptResult
 from model.network.joint_passes import MAX_COST, PromptPass
-from service.answers.budget import Budget
+from service.answers.budget import Budget, check_num_tokens
 from service.answers.call import RouteCall
 from service.answers.prompts import param_of
 from service.answers.request_phases import add_pass
@@ -184,15 +184,9 @@ async def answer_passes(
     number of tokens of a pass is over its limit, 429 if too much waits, and 503 after the timeout.
     """
     budget.check(call.state)
-    limit = call.state.settings.max_pass_tokens
     for index, each in enumerate(answers):
-        if each.num_tokens > limit:
-            param = param_of("prompt", index, is_list)
-            message = (
-                f"{param}: has {each.num_tokens} tokens, but one pass takes at most {limit}; shorten the prompt, or "
-                "start the server with a larger --max-pass-tokens"
-            )
-            raise ApiError(413, message, param=param, code="prompt_too_long")
+        param = param_of("prompt", index, is_list)
+        check_num_tokens(param, each.num_tokens, call.state.settings.max_pass_tokens)
     call.note_tokens(sum(each.num_tokens for each in answers))
     encoder = Encoder(is_list=is_list, as_safetensors=as_safetensors)
     media_type = SAFETENSORS_MEDIA_TYPE if as_safetensors else "application/json"

@@ -7,7 +7,6 @@ from typing import Any, Literal
 from forwardscope.local_results import TextOf, describe_predictions, describe_top
 from forwardscope.results import generations
 from model.checkpoints.load import Checkpoint
-from model.engine.logit_lens import LensLayer
 from model.engine.step_tracer import StepTrace
 from model.engine.trace_params import TraceParams
 from model.tracing.selection import Selection
@@ -70,15 +69,14 @@ def plan_trace(
 def trace_answer(trace: StepTrace, plan: TracePlan, text_of: TextOf) -> generations.StepTrace[Any]:
     """Describe the trace of one step."""
     lens, effect = trace.logit_lens, trace.constraint
+    layers = [
+        generations.LensLayer(each.layer, describe_top(each.top, text_of), each.chosen_probability)
+        for each in lens or ()
+    ]
     return generations.StepTrace(
         positions=tuple(trace.positions),
         stages=tuple(stage_answer(kept, kept.values, plan.encoding) for kept in trace.stages),
         predictions=describe_predictions(trace.positions, trace.predictions, text_of),
-        logit_lens=None if lens is None else tuple(lens_answer(layer, text_of) for layer in lens),
+        logit_lens=None if lens is None else tuple(layers),
         constraint=None if effect is None else generations.ConstraintEffect(**vars(effect)),
     )
-
-
-def lens_answer(layer: LensLayer, text_of: TextOf) -> generations.LensLayer:
-    """Describe one layer of the logit lens."""
-    return generations.LensLayer(layer.layer, describe_top(layer.top, text_of), layer.chosen_probability)

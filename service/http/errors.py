@@ -216,20 +216,17 @@ def install_error_handlers(app: FastAPI) -> None:
     """Answer our own exceptions that mean an error of the request, and those of Starlette's router, such as 404."""
 
     @app.exception_handler(ApiError)
-    async def _api_error(request: Request, error: ApiError) -> Response:
-        return ErrorResponse(error)
-
     @app.exception_handler(ClientGone)
-    async def _client_gone(request: Request, error: ClientGone) -> Response:
-        return Response(status_code=499)  # nobody reads this response, but the metrics count its status
-
     @app.exception_handler(LostRank)
-    async def _lost_rank(request: Request, error: LostRank) -> Response:
-        return ErrorResponse(lost_rank())
-
     @app.exception_handler(UnreadableText)
-    async def _unreadable_text(request: Request, error: UnreadableText) -> Response:
-        return ErrorResponse(ApiError(400, str(error), code="unreadable_text"))
+    async def _own(request: Request, error: ApiError | ClientGone | LostRank | UnreadableText) -> Response:
+        if isinstance(error, ClientGone):
+            return Response(status_code=499)  # nobody reads this response, but the metrics count its status
+        if isinstance(error, LostRank):
+            return ErrorResponse(lost_rank())
+        if isinstance(error, UnreadableText):
+            return ErrorResponse(ApiError(400, str(error), code="unreadable_text"))
+        return ErrorResponse(error)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:

@@ -13,7 +13,7 @@ from model.checkpoints.streamed import OpenCheckpoint, open_checkpoint
 from model.errors import CheckpointError, InvalidField
 from model.tracing.pauses import pause
 from model.tracing.stages import stages_of
-from service.answers.budget import Budget, ResponseContents
+from service.answers.budget import Budget, ResponseContents, check_num_tokens
 from service.answers.call import ModelCall, model_call
 from service.answers.compare_subjects import find_path, given_stages, read_path, read_tensors
 from service.answers.comparisons import MAX_NOT_COMPARED, describe_comparison
@@ -53,12 +53,7 @@ async def compare(body: CompareRequest, request: Request, state: StateDep) -> Re
         raise invalid("names", "is only for stages of a file; leave the field out")
     ids = await prompt_ids(call, body.prompt)
     limit = state.settings.max_compare_tokens
-    if len(ids) > limit:
-        message = (
-            f"prompt: has {len(ids)} tokens, but a comparison takes at most {limit}; shorten the prompt, or start the "
-            "server with a larger --max-compare-tokens"
-        )
-        raise ApiError(413, message, param="prompt", code="prompt_too_long")
+    check_num_tokens("prompt", len(ids), limit, "a comparison", "--max-compare-tokens")
     budget = make_budget(body, call.checkpoint, len(ids))
     budget.check(state)
     call.note_tokens(len(ids))

@@ -20,7 +20,7 @@ from model.tracing.edits import BoundEdits
 from model.tracing.pauses import pause
 from model.tracing.stages import sizes_of
 from service.answers.attribution.question import Plans, Question
-from service.answers.budget import Budget
+from service.answers.budget import Budget, check_num_tokens
 from service.answers.edits import answer_bytes
 from service.http.encoding import to_json
 from service.http.errors import ApiError, invalid
@@ -55,12 +55,7 @@ def float_network_of(question: Question) -> FloatNetwork:
 def check_tokens(question: Question, num_passes: int) -> None:
     """Raise 413 if the passes of a request are too long or too many."""
     settings, num_tokens = question.state.settings, len(question.ids)
-    if num_tokens > settings.max_pass_tokens:
-        message = (
-            f"prompt: has {num_tokens} tokens, but one pass takes at most {settings.max_pass_tokens}; shorten the "
-            "prompt, or start the server with a larger --max-pass-tokens"
-        )
-        raise ApiError(413, message, param="prompt", code="prompt_too_long")
+    check_num_tokens("prompt", num_tokens, settings.max_pass_tokens)
     if num_tokens * num_passes > settings.max_gradient_tokens:
         message = (
             f"{num_passes} passes over {num_tokens} tokens are {num_tokens * num_passes} tokens, and the limit is "
@@ -68,12 +63,6 @@ def check_tokens(question: Question, num_passes: int) -> None:
             "--max-gradient-tokens"
         )
         raise ApiError(413, message, param="prompt", code="too_many_tokens")
-
-
-def pass_bytes_of(question: Question, network: FloatNetwork, num_logits: int) -> int:
-    """Bound the memory of one differentiated pass with `num_logits` rows of logits."""
-    config = question.checkpoint.model.config
-    return gradient_bytes(config, sizes_of(config, len(question.ids)), num_logits, network.dtype)
 
 
 async def answer_gradients(
@@ -94,7 +83,9 @@ async def answer_gradients(
     state, network = question.state, float_network_of(question)
     check_tokens(question, num_passes)
     response_bytes += answer_bytes(edits[0])
-    Budget(response_bytes, pass_bytes_of(question, network, num_logits), FIELDS).check(state)
+    config = question.checkpoint.model.config
+    num_bytes = gradient_bytes(config, sizes_of(config, len(question.ids)), num_logits, network.dtype)
+    Budget(response_bytes, num_bytes, FIELDS).check(state)
     bound = await question.bind(edits)
     num_tokens = len(question.ids) * num_passes
     question.note_tokens(num_tokens)
