@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -54,6 +54,27 @@ class RouteCall:
         if paths and is_strict(self.request.scope, self.state.settings.strict_fields):
             raise error(paths[0])
         note_ignored(self.request.scope, paths)
+
+    @contextmanager
+    def renamed(self, rename: Callable[[str], str]) -> Iterator[None]:
+        """Rename the fields that are left out or named by an error in this block.
+
+        It is for a route that converts its body to that of another route.
+        """
+        paths = notes_of(self.request.scope).ignored_fields
+        num_before = len(paths)
+        try:
+            yield
+        except ApiError as error:
+            if error.param is None:
+                raise
+            param = rename(error.param)
+            message = f"{param}{error.message.removeprefix(error.param)}"
+            raise ApiError(
+                error.status, message, param=param, code=error.code, headers=error.headers, overflow=error.overflow
+            ) from None
+        finally:
+            paths[num_before:] = map(rename, paths[num_before:])
 
     @asynccontextmanager
     async def series(self) -> AsyncIterator[None]:

@@ -26,7 +26,7 @@ async def start_chat(body: ChatRequest, call: ModelCall, id_prefix: str) -> Chat
     """Check a conversation, and begin to generate its answer.
 
     Routes of other protocols convert their body to a `ChatRequest`, and rename the fields in errors with
-    `renamed_params`. Raises the errors of `start_generation`.
+    `RouteCall.renamed`. Raises the errors of `start_generation`.
     """
     check_implemented(body)
     checkpoint = call.checkpoint

@@ -18,7 +18,6 @@ from forwardscope.local_results import describe_edits
 from forwardscope.results.generations import GenerationTimings
 from forwardscope.results.passes import AppliedEdit
 from model.engine.request import Output
-from model.engine.step_tracer import StepTrace
 from model.errors import InvalidField
 from model.network.ranks import LostRank
 from model.text.sampling import NoFiniteMaximum
@@ -27,9 +26,9 @@ from service.answers.constraints import generation_error
 from service.answers.generation_plan import GenerationPlan, Inputs, plan_generation
 from service.answers.prompts import token_text
 from service.answers.request_phases import TraceTimes, add_generation
-from service.answers.step_trace_answers import TracePlan, trace_answer
+from service.answers.step_trace_answers import trace_answer
 from service.http.disconnects import unless_disconnected
-from service.http.encoding import to_json
+from service.http.encoding import Encoding, to_json
 from service.http.errors import ApiError, unexpected
 from service.http.http_parser import ChunkWriter
 from service.http.sse import DONE, error_content, error_event
@@ -59,14 +58,14 @@ class Generation:
         self.params = plan.requests[0].params
         self.prompts = [request.prompt_ids for request in plan.requests]
         self.num_choices = len(plan.requests) * self.params.n
-        self.is_traced = plan.trace is not None
+        self.is_traced = inputs.body.trace is not None
         self.edits = [request.edits for request in plan.requests]
         self._edit_plans = plan.edit_plans
         self.num_cached = 0  # prompt tokens that other requests had computed
         self.model_name = call.adapter or call.checkpoint.name
         self._num_generated = [0] * self.num_choices  # tokens of each choice so far
         self.text_of = partial(token_text, call.checkpoint)
-        self._trace_plan = plan.trace
+        self._encoding: Encoding = "json" if inputs.body.trace is None else inputs.body.trace.encoding
         self._first_choice = {request.id: i * self.params.n for i, request in enumerate(plan.requests)}
         self._reserved = plan.reserved_bytes
         # For the span of the request:
@@ -127,10 +126,14 @@ class Generation:
         return ChoiceOutput(index, output, trace)
 
     async def _encode_trace(self, output: Output) -> orjson.Fragment | None:
-        trace, plan = output.trace, self._trace_plan
-        if trace is None or plan is None:
+        trace = output.trace
+        if trace is None or not self.is_traced:
             return None
-        encode = partial(self._timed_encoding, trace, plan)
+
+        def encode() -> tuple[bytes, float]:
+            began = time.perf_counter()
+            return to_json(trace_answer(trace, self._encoding, self.text_of)), time.perf_counter() - began
+
         content, seconds = await self.call.state.worker.executors.run_uncounted("answers", encode)
         self.call.state.metrics.trace_bytes.inc(len(content))
         times = self.trace_times
@@ -141,11 +144,6 @@ class Generation:
         times.ended = time.perf_counter()
         await self.call.give_way(seconds, num_own=1)  # others wait for Python while a trace is encoded
         return orjson.Fragment(content)
-
-    def _timed_encoding(self, trace: StepTrace, plan: TracePlan) -> tuple[bytes, float]:
-        """The trace of a step as JSON, and the seconds that its encoding took."""
-        began = time.perf_counter()
-        return to_json(trace_answer(trace, plan, self.text_of)), time.perf_counter() - began
 
     async def collect(self) -> list["Choice"]:
         """Wait until every choice has ended. Raises 500 if one of them fails, or 400 if the request is the reason."""

@@ -25,7 +25,7 @@ from service.answers.generation_budget import make_budget
 from service.answers.generation_changes import make_changes_budget
 from service.answers.pooling import Pooling
 from service.answers.prompts import check_ids, param_of
-from service.answers.step_trace_answers import TracePlan, plan_trace, traced_stages
+from service.answers.step_trace_answers import plan_trace, traced_stages
 from service.http.errors import invalid, invalid_field
 from service.http.generate_schemas import GenerationRequest
 from service.request_notes import notes_of
@@ -80,7 +80,6 @@ class GenerationPlan:
     id: str
     requests: list[EngineRequest]
     edit_plans: list[EditPlan | None]
-    trace: TracePlan | None
     budget: Budget
     reserved_bytes: int  # reserved before the start; 0 for a stream, whose outputs are counted while they are unread
 
@@ -137,7 +136,6 @@ def make_plan(inputs: Inputs, edit_planner: EditPlanner | None) -> GenerationPla
         prompts.id,
         [each.request for each in plans],
         edit_plans,
-        plans[0].trace,
         budget,
         0 if inputs.body.stream else budget.response_bytes,
     )
@@ -149,7 +147,6 @@ class PlannedPrompt:
 
     request: EngineRequest
     edit_plan: EditPlan | None
-    trace: TracePlan | None
     budget: Budget
     num_positions: int
 
@@ -166,7 +163,7 @@ class PromptPlanner:
         self._engine = get_engine(inputs.call.state)
         self._stages = [] if trace is None else traced_stages(trace, inputs.call.checkpoint)
         self._params = read_params(inputs)
-        self._traces: dict[int, TracePlan] = {}  # by the length of the prompt
+        self._traces: dict[int, TraceParams] = {}  # by the length of the prompt
         self._budgets: dict[int, Budget] = {}  # likewise
 
     def plan(self, index: int, ids: list[int]) -> PlannedPrompt:
@@ -182,7 +179,7 @@ class PromptPlanner:
                 id=f"{self.id}-{index}" if is_list else self.id,
                 prompt_ids=ids,
                 params=params,
-                trace=self._trace_params(trace, len(ids)),
+                trace=trace if options.pooling is None else options.pooling.trace_params(len(ids)),
                 cache_salt=inputs.body.cache_salt,
                 adapter=self._call.adapter,
                 owner=self.id,
@@ -198,15 +195,15 @@ class PromptPlanner:
             scale = None if inputs.scales is None else inputs.scales[index]
             edit_plan = self._edit_planner.plan(ids[: options.num_shared or None], num_positions, param, scale)
         if len(ids) not in self._budgets:
-            self._budgets[len(ids)] = self._budget(request, trace)
-        return PlannedPrompt(request, edit_plan, trace, self._budgets[len(ids)], num_positions)
+            self._budgets[len(ids)] = self._budget(request)
+        return PlannedPrompt(request, edit_plan, self._budgets[len(ids)], num_positions)
 
     def baseline(self, plan: PlannedPrompt) -> PlannedPrompt:
         """The plan for the same prompt without edits and trace."""
         request = replace(plan.request, id=f"{self.id}-baseline", trace=None)
-        return PlannedPrompt(request, None, None, self._budget(request, None), plan.num_positions)
+        return PlannedPrompt(request, None, self._budget(request), plan.num_positions)
 
-    def _trace(self, num_prompt: int, num_positions: int) -> TracePlan | None:
+    def _trace(self, num_prompt: int, num_positions: int) -> TraceParams | None:
         options = self._inputs.body.trace
         if options is None:
             return None
@@ -215,16 +212,12 @@ class PromptPlanner:
             self._traces[num_prompt] = plan_trace(options, self._stages, checkpoint, num_positions, num_prompt)
         return self._traces[num_prompt]
 
-    def _trace_params(self, trace: TracePlan | None, num_prompt: int) -> TraceParams | None:
+    def _budget(self, request: EngineRequest) -> Budget:
+        max_step_tokens = self._engine.config.max_step_tokens
         if self._inputs.options.pooling is not None:
-            return self._inputs.options.pooling.trace_params(num_prompt)
-        return None if trace is None else trace.params
-
-    def _budget(self, request: EngineRequest, trace: TracePlan | None) -> Budget:
-        if self._inputs.options.pooling is not None:
-            return self._inputs.options.pooling.make_budget(self._engine.config.max_step_tokens)
-        num_prompt, max_step_tokens = len(request.prompt_ids), self._engine.config.max_step_tokens
-        return make_budget(trace, request.params, self._call.checkpoint, num_prompt, max_step_tokens)
+            return self._inputs.options.pooling.make_budget(max_step_tokens)
+        encoding = "json" if self._inputs.body.trace is None else self._inputs.body.trace.encoding
+        return make_budget(request, encoding, self._call.checkpoint, max_step_tokens)
 
 
 def check_num_sequences(options: Options, state: State, num_prompts: int, kind: str) -> None:

@@ -2,8 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -104,21 +103,6 @@ def invalid_field(error: InvalidField, param: str | None = None) -> ApiError:
         return invalid(param, error.reason)
     message = f"{param}: {error.reason}"
     return ApiError(400, message, param=param, code="context_length_exceeded", overflow=error)
-
-
-@contextmanager
-def renamed_params(rename: Callable[[str], str]) -> Iterator[None]:
-    """Rename the field that an error names, for a route that converts its body to that of another route."""
-    try:
-        yield
-    except ApiError as error:
-        if error.param is None:
-            raise
-        param = rename(error.param)
-        message = f"{param}{error.message.removeprefix(error.param)}"
-        raise ApiError(
-            error.status, message, param=param, code=error.code, headers=error.headers, overflow=error.overflow
-        ) from None
 
 
 def wrong_shape(param: str, message: str, code: str) -> ApiError:

@@ -44,10 +44,10 @@ from service.answers.openai_answers import ChunkTemplate
 from service.http.anthropic_schemas import ConversationRequest, CountTokensRequest, MessagesRequest
 from service.http.bodies import INLINE_BYTES, JsonRoute
 from service.http.encoding import json_response
-from service.http.errors import anthropic_error, renamed_params
+from service.http.errors import anthropic_error
 from service.http.openapi import MESSAGE_EVENT, also, error_answers
 from service.http.sse import EventStream, event
-from service.ignored_fields import note_ignored, renamed_fields
+from service.ignored_fields import note_ignored
 from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["anthropic"])
@@ -63,7 +63,7 @@ SIGNATURE = "unsigned"
 async def messages(body: MessagesRequest, request: Request, state: StateDep) -> Response:
     call = model_call(body, request, state)
     conversion = await convert(body, call)
-    with renamed_params(conversion.name), renamed_fields(request.scope, conversion.name):
+    with call.renamed(conversion.name):
         stream = await start_chat(conversion.chat, call, id_prefix="msg_")
     writer = Writer(stream)
     if body.stream:
@@ -81,7 +81,7 @@ async def messages(body: MessagesRequest, request: Request, state: StateDep) -> 
 async def count_tokens(body: CountTokensRequest, request: Request, state: StateDep) -> Response:
     call = model_call(body, request, state)
     conversion = await convert(body, call)
-    with renamed_params(conversion.name), renamed_fields(request.scope, conversion.name):
+    with call.renamed(conversion.name):
         tools = find_tools(conversion.chat, call)
         ids = await conversation_ids(conversion.chat, tools, call, find_template(call.checkpoint))
     call.note_tokens(len(ids))

@@ -21,12 +21,11 @@ from service.answers.response_input import (
 from service.answers.response_writer import ResponseWriter, request_settings
 from service.http.bodies import INLINE_BYTES, JsonRoute
 from service.http.encoding import to_json
-from service.http.errors import no_effect, renamed_params
+from service.http.errors import no_effect
 from service.http.openai_schemas import ChatRequest
 from service.http.openapi import RESPONSE_EVENT, also
 from service.http.responses_schemas import LOGPROBS, InputItem, ResponsesRequest
 from service.http.sse import EventStream
-from service.ignored_fields import renamed_fields
 from service.state import StateDep
 from service.stored_responses import ResponseStore, StoredResponse
 
@@ -55,7 +54,7 @@ async def responses(body: ResponsesRequest, request: Request, state: StateDep) -
     is_small = reservation.num_bytes <= INLINE_BYTES
     conversation, chat, settings = read() if is_small else await state.worker.executors.run("bodies", read)
     call.leave_out(parts_without_effect(body, conversation), no_effect)
-    with renamed_params(conversation.rename), renamed_fields(request.scope, conversation.rename):
+    with call.renamed(conversation.rename):
         stream = await start_chat(chat, call, id_prefix="resp_")
     keep = None
     if body.store and state.responses.is_on:
