@@ -170,17 +170,13 @@ class AsyncClient(ServerAddress, AsyncBatches):
 
     async def _send(self, call: Call[Result]) -> Result:
         with translated_errors(self.url, self.timeout):
-            response = await self._open(call.request)
-            try:
-                content = await response.aread()
-            finally:
-                await response.aclose()
-        return call.read(content)
+            response = await self._open(call.request, stream=False)
+        return call.read(response.content)
 
     async def _stream(self, call: StreamCall[Event]) -> AsyncGenerator[Event]:
         reader = call.reader()
         with translated_errors(self.url, self.timeout):
-            response = await self._open(call.request)
+            response = await self._open(call.request, stream=True)
             try:
                 async for piece in response.aiter_bytes():
                     for event in reader.push(piece):
@@ -189,10 +185,10 @@ class AsyncClient(ServerAddress, AsyncBatches):
                 await response.aclose()
         reader.finish()
 
-    async def _open(self, request: Request) -> httpx.Response:
-        """Send a request, again if the server asks for a retry. The caller reads and closes the response."""
+    async def _open(self, request: Request, *, stream: bool) -> httpx.Response:
+        """Send a request, again if the server asks for a retry. The caller reads and closes a streamed response."""
         for num_attempts in count(1):
-            response = await self._http.send(self._message(request), stream=True)
+            response = await self._http.send(self._message(request), stream=stream)
             if response.is_success:
                 return response
             try:

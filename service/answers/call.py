@@ -13,6 +13,7 @@ from model.checkpoints.load import Checkpoint
 from service.http.buffers import Reservation
 from service.http.disconnects import unless_disconnected
 from service.http.errors import ApiError, timed_out
+from service.http.openai_schemas import Nullable, check_implemented
 from service.http.schemas import AdaptedRequest, ModelRequest
 from service.ignored_fields import is_strict, note_ignored
 from service.request_notes import notes_of
@@ -129,8 +130,12 @@ class ModelCall(RouteCall):
 def model_call(body: ModelRequest, request: Request, state: State) -> ModelCall:
     """A request to the model that its body names.
 
-    Raises 503 if no checkpoint is served, 404 for another model or adapter, and 400 if the body names two adapters.
+    Raises 503 if no checkpoint is served, 404 for another model or adapter, and 400 if the body names two adapters or
+    has a field that is not implemented.
     """
     call, checkpoint = RouteCall(request, state), served_checkpoint(state)
     named = body.adapter if isinstance(body, AdaptedRequest) else None
-    return call.on(checkpoint, find_adapter(checkpoint, body.model, named))
+    adapter = find_adapter(checkpoint, body.model, named)
+    if isinstance(body, Nullable):
+        check_implemented(body)
+    return call.on(checkpoint, adapter)

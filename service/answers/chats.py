@@ -14,7 +14,6 @@ from service.answers.conversations import conversation_ids, find_template
 from service.answers.generation import start_generation
 from service.answers.generation_plan import Inputs, Options
 from service.answers.offered_tools import OfferedTools, read_tools
-from service.answers.openai_answers import check_implemented
 from service.answers.tool_calls import ToolCallParser
 from service.http.errors import invalid, wrong_shape
 from service.http.openai_schemas import ChatRequest
@@ -28,7 +27,6 @@ async def start_chat(body: ChatRequest, call: ModelCall, id_prefix: str) -> Chat
     Routes of other protocols convert their body to a `ChatRequest`, and rename the fields in errors with
     `RouteCall.renamed`. Raises the errors of `start_generation`.
     """
-    check_implemented(body)
     checkpoint = call.checkpoint
     options = read_options(body, id_prefix)
     template = find_template(checkpoint)

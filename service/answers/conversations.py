@@ -13,12 +13,11 @@ from service.answers.call_forms import SYSTEM_TOOLS
 from service.answers.call_ids import demands_short_ids, with_short_ids
 from service.answers.json_calls import refuse_constant
 from service.answers.offered_tools import OfferedTools
-from service.answers.openai_answers import check_implemented
 from service.answers.prompts import tokenize
 from service.answers.tools_as_text import in_system_message, without_tools
 from service.http.bodies import check_values, max_values
 from service.http.errors import invalid, invalid_field
-from service.http.openai_schemas import ChatRequest, JsonObject, Message
+from service.http.openai_schemas import ChatRequest, JsonObject, Message, check_implemented
 from service.ignored_fields import note_ignored
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})

@@ -9,13 +9,11 @@ from model.worked_examples import WorkedExample, compare
 from service.http.encoding import json_array
 
 
-def published_answer(example: WorkedExample | None, stage: Stage, selection: Selection) -> Published | None:
+def published_answer(example: WorkedExample, stage: Stage, selection: Selection) -> Published | None:
     """The printed numbers of one stage, restricted to the positions and heads of the request.
 
-    None without an example, or if its article prints no numbers of the stage.
+    None if the article prints no numbers of the stage.
     """
-    if example is None:
-        return None
     found = {comparison.stage: comparison for comparison in compare(example).stages}.get(stage.name)
     if found is None:
         return None

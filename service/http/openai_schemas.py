@@ -5,11 +5,13 @@ would change the answer, but is not implemented, is accepted only with its neutr
 fields are unknown, and left out (ignored_fields.py).
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, Tag, model_validator
 
+from service.http.errors import invalid
 from service.http.field_names import alternatives
 from service.http.field_types import ShortText, StrictBody, Text, TokenIds, at_most
 from service.http.generate_schemas import MAX_TOP_K, GenerationRequest
@@ -68,6 +70,20 @@ class Nullable(StrictBody):
             for name, value in values.items()
             if value is not None and not (value == [] and name in objects)
         }
+
+
+def check_implemented(body: Nullable, where: str = "") -> None:
+    """Raise 400 for the first field that is not implemented and has no neutral value."""
+    for name, field in type(body).model_fields.items():
+        extra = field.json_schema_extra
+        if isinstance(extra, Mapping) and "neutral" in extra:
+            value, neutral = getattr(body, name), extra["neutral"]
+            assert isinstance(neutral, list)
+            if value is not None and not any(type(value) is type(each) and value == each for each in neutral):
+                accepted = f"; accepted are null and {', '.join(map(repr, neutral))}" if neutral else ""
+                advice = f"send {extra['instead']} in its place" if extra["instead"] else "leave the field out"
+                reason = f"is not implemented, and would change the answer{accepted}; {advice}"
+                raise invalid(f"{where}{name}", reason, "not_implemented")
 
 
 TOP_LOGPROBS: Any = Field(

@@ -83,15 +83,15 @@ def describe_pass(plan: ForwardPlan, found: Trace) -> tuple[dict[str, Any], dict
     """The fields of a `Pass`, and the tensors of a safetensors answer."""
     stages = [with_detail(kept, plan.selection.detail) for kept in found.stages]
     values = {kept.stage.name: cast_values(plan, kept) for kept in stages}
+    published = {}
+    if (example := plan.example) is not None:
+        published = {kept.stage: published_answer(example, kept.stage, plan.selection) for kept in stages}
     top = []
     if plan.top_k:
         top = predict(found.logits[list(plan.rows)], plan.top_k, plan.subject.network.backend.summaries)
     fields = {
         "stages": tuple(
-            stage_answer(
-                kept, values[kept.stage.name], plan.encoding, published_answer(plan.example, kept.stage, plan.selection)
-            )
-            for kept in stages
+            stage_answer(kept, values[kept.stage.name], plan.encoding, published.get(kept.stage)) for kept in stages
         ),
         "predictions": describe_predictions(plan.rows, top, plan.subject.text_of),
         "loss": describe_loss(found.loss, found.loss.tolist()),

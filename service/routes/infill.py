@@ -14,7 +14,7 @@ from service.answers.call import ModelCall, model_call
 from service.answers.constraints import compile_constraint, structured_output
 from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation
 from service.answers.generation_plan import Inputs, Options
-from service.answers.openai_answers import TokenStrings, check_implemented, finish_reason
+from service.answers.openai_answers import TokenStrings, finish_reason
 from service.answers.prompts import tokenize
 from service.http.bodies import JsonRoute
 from service.http.errors import invalid, no_effect
@@ -35,7 +35,6 @@ DEFAULT_MAX_TOKENS = 128
 )
 async def infill(body: InfillRequest, request: Request, state: StateDep) -> Response:
     call = model_call(body, request, state)
-    check_implemented(body)
     call.leave_out(["samplers"] if body.samplers else [], no_effect)
     prompt, param = await read_prompt(body, call)
     options = Options(

@@ -18,7 +18,6 @@ from service.answers.generation_plan import Inputs, Options
 from service.answers.openai_answers import (
     ChunkTemplate,
     TokenStrings,
-    check_implemented,
     finish_reason,
     has_last_usage,
     has_running_usage,
@@ -45,7 +44,6 @@ DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 )
 async def completions(body: CompletionRequest, request: Request, state: StateDep) -> Response:
     call = model_call(body, request, state)
-    check_implemented(body)
     options = read_options(body)
     prompts = await read_prompts(body, call)
     constraint = await compile_constraint(call, structured_output(body.structured_outputs))

@@ -13,7 +13,7 @@ from service.answers.call import model_call
 from service.answers.constraints import generation_error
 from service.answers.generation import Generation, start_generation
 from service.answers.generation_plan import Inputs, Options
-from service.answers.openai_answers import check_implemented, finish_reason
+from service.answers.openai_answers import finish_reason
 from service.answers.pooling import PooledPrompts, Pooling
 from service.answers.prompts import as_list, param_of, prompt_ids
 from service.answers.stage_answers import select_stages
@@ -36,7 +36,6 @@ router = APIRouter(route_class=JsonRoute, tags=["openai"])
 )
 async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep) -> Response:
     call = model_call(body, request, state)
-    check_implemented(body)
     pooling = find_pooling(body, call.checkpoint)
     inputs, is_list = as_list(body.input)
     prompts = [

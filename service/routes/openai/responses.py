@@ -10,7 +10,6 @@ from forwardscope.results.responses import ModelResponse, OutputItem, ResponseSt
 from service.answers.call import model_call
 from service.answers.chat_stream import ChatStream
 from service.answers.chats import start_chat
-from service.answers.openai_answers import check_implemented
 from service.answers.response_input import (
     Conversation,
     as_input,
@@ -41,7 +40,6 @@ NUM_ECHOES = 2  # of the settings of a request in the first events of a stream
 )
 async def responses(body: ResponsesRequest, request: Request, state: StateDep) -> Response:
     call = model_call(body, request, state)
-    check_implemented(body)
     reservation = call.reservation
     body_bytes = reservation.num_bytes
     items, stored_bytes = placed_items(body, state.responses, state.settings.max_body_bytes - body_bytes)
