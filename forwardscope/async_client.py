@@ -13,7 +13,7 @@ import httpx
 
 from forwardscope import requests
 from forwardscope.batches import AsyncBatches
-from forwardscope.call import Call, Event, Request, Result, StreamCall
+from forwardscope.call import Call, Event, Request, Result, StreamCall, StreamReader
 from forwardscope.client import Arguments, Client, as_method
 from forwardscope.prompt_lists import (
     Attached,
@@ -174,7 +174,7 @@ class AsyncClient(ServerAddress, AsyncBatches):
         return call.read(response.content)
 
     async def _stream(self, call: StreamCall[Event]) -> AsyncGenerator[Event]:
-        reader = call.reader()
+        reader = StreamReader(call)
         with translated_errors(self.url, self.timeout):
             response = await self._open(call.request, stream=True)
             try:

@@ -13,7 +13,7 @@ import httpx
 
 from forwardscope import requests
 from forwardscope.batches import Batches
-from forwardscope.call import Call, Event, Request, Result, StreamCall
+from forwardscope.call import Call, Event, Request, Result, StreamCall, StreamReader
 from forwardscope.prompt_lists import (
     Attached,
     AttributeMethod,
@@ -183,7 +183,7 @@ class Client(ServerAddress, Batches):
         return call.read(response.content)
 
     def _stream(self, call: StreamCall[Event]) -> Generator[Event]:
-        reader = call.reader()
+        reader = StreamReader(call)
         with translated_errors(self.url, self.timeout):
             response = self._open(call.request, stream=True)
             try:
