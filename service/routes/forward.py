@@ -15,10 +15,13 @@ from torch import Tensor
 from forwardscope.local_results import describe_changes, describe_loss, describe_predictions
 from forwardscope.results import passes as results
 from forwardscope.results.passes import PassTimings
+from forwardscope.results.stages import FromPrevious, Published
 from model.analysis.forward_trace import Trace, TracedPass
 from model.tracing.pauses import pause
 from model.tracing.predictions import predict
-from model.tracing.selection import Detail, StageTrace
+from model.tracing.selection import Detail, Selection, StageTrace
+from model.tracing.stages import Stage
+from model.worked_examples import WorkedExample, compare
 from service.answers.call import RouteCall
 from service.answers.forward_plan import ForwardPlan, ForwardPlanner
 from service.answers.passes import SAFETENSORS_MEDIA_TYPE, PassAnswer, PreparedAnswer, wants_safetensors
@@ -26,9 +29,8 @@ from service.answers.prompt_passes import PromptInputs, answer_prompts
 from service.answers.prompts import as_list
 from service.answers.stage_answers import stage_answer
 from service.answers.subject import find_subject
-from service.answers.worked_example_answers import published_answer, worked_example_answer
 from service.http.bodies import JsonRoute
-from service.http.encoding import cast
+from service.http.encoding import cast, json_array
 from service.http.forward_schemas import ForwardRequest
 from service.http.openapi import BINARY, also
 from service.state import StateDep
@@ -115,3 +117,30 @@ def cast_values(plan: ForwardPlan, kept: StageTrace) -> Tensor | None:
         return kept.values
     pause()
     return cast(kept.values, plan.dtype, kept.stage.name)
+
+
+def published_answer(example: WorkedExample, stage: Stage, selection: Selection) -> Published | None:
+    """The printed numbers of one stage, restricted to the positions and heads of the request.
+
+    None if the article prints no numbers of the stage.
+    """
+    found = {comparison.stage: comparison for comparison in compare(example).stages}.get(stage.name)
+    if found is None:
+        return None
+    previous = found.from_previous
+    sizes = example.sizes(len(example.prompt_ids))
+    return Published(
+        values=json_array(selection.take(stage, found.published.numbers(), sizes)),
+        squared=found.published.squared,
+        max_difference=found.max_difference,
+        agrees=found.agrees,
+        from_previous=None if previous is None else FromPrevious(previous.max_difference, previous.agrees),
+    )
+
+
+def worked_example_answer(example: WorkedExample) -> results.WorkedExample:
+    """The printed results of the whole pass, and its slips: printed numbers that do not follow from earlier ones."""
+    comparison = compare(example)
+    computed = tuple(results.PublishedResult(**vars(each)) for each in comparison.results)
+    slips = tuple(results.Slip(**vars(each)) for each in comparison.slips)
+    return results.WorkedExample(example.title, example.source, computed, slips)
