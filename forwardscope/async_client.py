@@ -12,6 +12,7 @@ import anyio.to_thread
 import httpx
 
 from forwardscope import requests
+from forwardscope.arguments import Corpus
 from forwardscope.batches import AsyncBatches
 from forwardscope.call import Call, Event, Request, Result, StreamCall, StreamReader
 from forwardscope.client import Arguments, Client, as_method
@@ -129,11 +130,7 @@ class AsyncClient(ServerAddress, AsyncBatches):
     health = method(requests.health)
 
     async def harvest(
-        self,
-        corpus: str | PathLike[str] | Sequence[str | PathLike[str] | Sequence[int]],
-        stages: str | Sequence[str],
-        out: str | PathLike[str],
-        **options: Any,
+        self, corpus: Corpus, stages: str | Sequence[str], out: str | PathLike[str], **options: Any
     ) -> "Harvest":
         from forwardscope.local_harvest import Harvest, harvest_job
         from forwardscope.local_harvest_of_server import served_model

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 import httpx
 
 from forwardscope import requests
+from forwardscope.arguments import Corpus
 from forwardscope.batches import Batches
 from forwardscope.call import Call, Event, Request, Result, StreamCall, StreamReader
 from forwardscope.prompt_lists import (
@@ -139,11 +140,7 @@ class Client(ServerAddress, Batches):
     health = method(requests.health)
 
     def harvest(
-        self,
-        corpus: str | PathLike[str] | Sequence[str | PathLike[str] | Sequence[int]],
-        stages: str | Sequence[str],
-        out: str | PathLike[str],
-        **options: Any,
+        self, corpus: Corpus, stages: str | Sequence[str], out: str | PathLike[str], **options: Any
     ) -> "Harvest":
         """Run the served model over a corpus, and write the rows of stages to the directory `out`, on this machine.
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from forwardscope import requests
-from forwardscope.arguments import Index, shown, to_index_text, to_indices, to_prompt, to_targets, to_texts
+from forwardscope.arguments import Corpus, Index, shown, to_index_text, to_indices, to_prompt, to_targets, to_texts
 from forwardscope.batches import Batches
 from forwardscope.call import HOOKS, Call, Event, Hook, Request, Result, StreamCall
 from forwardscope.client import Client, Stream, as_method, sending_method
@@ -354,13 +354,7 @@ class LocalModel(Batches):
             "loss": describe_loss(found.loss.detach(), found.loss.clone()),
         }
 
-    def harvest(
-        self,
-        corpus: str | PathLike[str] | Sequence[str | PathLike[str] | Sequence[int]],
-        stages: str | Sequence[str],
-        out: str | PathLike[str],
-        **options: Any,
-    ) -> Harvest:
+    def harvest(self, corpus: Corpus, stages: str | Sequence[str], out: str | PathLike[str], **options: Any) -> Harvest:
         """Run the model over a corpus, and write the rows of stages, one for each token, to the directory `out`.
 
         The corpus is a text, a path, or a list of texts, paths and lists of token ids. `options` are the fields of

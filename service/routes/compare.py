@@ -6,7 +6,6 @@ or addresses of their own: a path is looked up below one directory that the oper
 
 import base64
 import binascii
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from service.http.encoding import to_json
 from service.http.errors import ApiError, invalid
 from service.http.openapi import error_answers
 from service.settings import Settings
-from service.state import State, StateDep
+from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
 STAGE_SUFFIXES = (".safetensors", ".npz")
@@ -43,6 +42,8 @@ ERROR_BYTES = 27  # of one number in JSON
 NAME_BYTES = 12 * 200  # of the name of a tensor that is not compared: 200 characters, escaped in JSON
 FIELDS = {"prompt": "prompt", "b": "b", "map": "names"}  # of errors of a comparison; others are names of tensors
 CONVERTED_BYTES = 8  # of a number of a weight, while its layer computes in float64
+Source = StageTensors | OpenCheckpoint | None
+"""The file of B, read or opened; None if B is the served model."""
 
 
 @router.post(
@@ -91,16 +92,14 @@ async def run(body: CompareRequest, call: ModelCall, ids: list[int]) -> bytes:
     """
     state = call.state
     state.worker.check_room(len(ids))
-    job = partial(compare_all, body, call.checkpoint, state, ids)
-    found = await state.worker.executors.run_long("comparisons", job)
+    found = await state.worker.executors.run_long("comparisons", partial(compare_all, body, call, ids))
     state.metrics.note_prompt_tokens(len(ids))
     return to_json(describe_comparison(found, call.checkpoint.name))
 
 
-def open_sources(
-    body: CompareRequest, state: State, checkpoint: Checkpoint
-) -> tuple[OpenCheckpoint, StageTensors | OpenCheckpoint | None]:
+def open_sources(body: CompareRequest, call: ModelCall) -> tuple[OpenCheckpoint, Source]:
     """The files of A and of B. Those of A are opened once."""
+    state, checkpoint = call.state, call.checkpoint
     if state.opened_checkpoint is None:
         assert checkpoint.location is not None, "the served checkpoint was loaded from files"
         state.opened_checkpoint = open_checkpoint(checkpoint.location, name=checkpoint.name)
@@ -112,14 +111,14 @@ def open_sources(
     return state.opened_checkpoint, None
 
 
-def compare_all(body: CompareRequest, checkpoint: Checkpoint, state: State, ids: list[int]) -> Comparison:
+def compare_all(body: CompareRequest, call: ModelCall, ids: list[int]) -> Comparison:
     """Open the files, compute B's stages if B is a network, and compare. Raises 400 for stages that do not fit A."""
-    opened, source = open_sources(body, state, checkpoint)
+    opened, source = open_sources(body, call)
     pause()
     options = Options(per_position=body.per_position, per_head=body.per_head)
     dtype = None if body.dtype is None else DTYPES[body.dtype]
     try:
-        given = given_stages(body, source, checkpoint, opened, state.settings, ids)
+        given = given_stages(body, source, call, opened, ids)
         return compare_stages(opened, given, ids, options, dtype)
     except InvalidField as error:
         field = FIELDS.get(error.field)
@@ -169,12 +168,7 @@ def read_path(path: Path, root: Path, max_bytes: int) -> StageTensors | OpenChec
 
 
 def given_stages(
-    body: CompareRequest,
-    source: StageTensors | OpenCheckpoint | None,
-    checkpoint: Checkpoint,
-    opened: OpenCheckpoint,
-    settings: Settings,
-    ids: Sequence[int],
+    body: CompareRequest, source: Source, call: ModelCall, opened: OpenCheckpoint, ids: list[int]
 ) -> Given:
     """The stages of B. If B is a network, it is computed here."""
     if isinstance(source, StageTensors):
@@ -185,16 +179,11 @@ def given_stages(
         dtype = dtype if body.dtype is None else DTYPES[body.dtype]
         return record_stages(source.name, source.network(dtype), ids, dtype, opened.config)
     assert body.b.setting is not None
-    return _setting_stages(body.b.setting, checkpoint, opened, settings, ids)
+    return _setting_stages(body.b.setting, call, opened, ids)
 
 
-def _setting_stages(
-    setting: CompareSetting,
-    checkpoint: Checkpoint,
-    opened: OpenCheckpoint,
-    settings: Settings,
-    ids: Sequence[int],
-) -> Given:
+def _setting_stages(setting: CompareSetting, call: ModelCall, opened: OpenCheckpoint, ids: list[int]) -> Given:
+    checkpoint, settings = call.checkpoint, call.state.settings
     served = checkpoint.model.embed.weight.dtype
     dtype = served if setting.dtype is None else DTYPES[setting.dtype]
     quantize = checkpoint.quantization if setting.quantize in (None, settings.quantize) else setting.quantize

@@ -119,13 +119,7 @@ def make_budget(view: WeightView, part: Part, query: WeightQuery, encoding: Enco
     return Budget(contents.num_bytes, num_bytes, fields)
 
 
-def encode_weight(
-    view: WeightView,
-    part: Part,
-    query: WeightQuery,
-    encoding: Encoding,
-    subject: Subject,
-) -> memoryview:
+def encode_weight(view: WeightView, part: Part, query: WeightQuery, encoding: Encoding, subject: Subject) -> memoryview:
     """Read a part of a weight, and encode the answer. Raises 400 for numbers that the query's dtype cannot hold."""
     try:
         found = read_weight(
