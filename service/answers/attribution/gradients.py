@@ -20,11 +20,7 @@ from service.answers.attribution.gradient_jobs import Copied, answer_gradients, 
 from service.answers.attribution.question import Question, find_stages, read_target, second_prompt
 from service.answers.prompts import check_indices, find_positions, token_answers
 from service.answers.stage_answers import effects_answer, stage_answer
-from service.http.attribute_schemas import (
-    AttributionPatchingRequest,
-    GradientRequest,
-    IntegratedGradientsRequest,
-)
+from service.http.attribute_schemas import AttributionPatchingRequest, GradientRequest, IntegratedGradientsRequest
 from service.http.errors import invalid
 
 

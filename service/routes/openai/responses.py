@@ -10,13 +10,7 @@ from forwardscope.results.responses import ModelResponse, OutputItem, ResponseSt
 from service.answers.call import model_call
 from service.answers.chat_stream import ChatStream
 from service.answers.chats import start_chat
-from service.answers.response_input import (
-    Conversation,
-    as_input,
-    chat_request,
-    placed_items,
-    read_conversation,
-)
+from service.answers.response_input import Conversation, as_input, chat_request, placed_items, read_conversation
 from service.answers.response_writer import ResponseWriter, request_settings
 from service.http.bodies import INLINE_BYTES, JsonRoute
 from service.http.encoding import to_json
