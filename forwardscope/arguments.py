@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 from forwardscope.errors import InvalidArgument
@@ -9,6 +10,8 @@ from forwardscope.errors import InvalidArgument
 MAX_SHOWN = 60
 Index = int | slice | str | Sequence[int]
 """The chosen indices of a dim of a weight."""
+Corpus = str | PathLike[str] | Sequence[str | PathLike[str] | Sequence[int]]
+"""A text, a path, or a list of texts, paths and lists of token ids."""
 
 
 def to_prompt(prompt: Any, name: str = "prompt") -> str | list[int]:

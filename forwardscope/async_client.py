@@ -12,8 +12,9 @@ import anyio.to_thread
 import httpx
 
 from forwardscope import requests
+from forwardscope.arguments import Corpus
 from forwardscope.batches import AsyncBatches
-from forwardscope.call import Call, Event, Request, Result, StreamCall
+from forwardscope.call import Call, Event, Request, Result, StreamCall, StreamReader
 from forwardscope.client import Arguments, Client, as_method
 from forwardscope.prompt_lists import (
     Attached,
@@ -129,11 +130,7 @@ class AsyncClient(ServerAddress, AsyncBatches):
     health = method(requests.health)
 
     async def harvest(
-        self,
-        corpus: str | PathLike[str] | Sequence[str | PathLike[str] | Sequence[int]],
-        stages: str | Sequence[str],
-        out: str | PathLike[str],
-        **options: Any,
+        self, corpus: Corpus, stages: str | Sequence[str], out: str | PathLike[str], **options: Any
     ) -> "Harvest":
         from forwardscope.local_harvest import Harvest, harvest_job
         from forwardscope.local_harvest_of_server import served_model
@@ -170,17 +167,13 @@ class AsyncClient(ServerAddress, AsyncBatches):
 
     async def _send(self, call: Call[Result]) -> Result:
         with translated_errors(self.url, self.timeout):
-            response = await self._open(call.request)
-            try:
-                content = await response.aread()
-            finally:
-                await response.aclose()
-        return call.read(content)
+            response = await self._open(call.request, stream=False)
+        return call.read(response.content)
 
     async def _stream(self, call: StreamCall[Event]) -> AsyncGenerator[Event]:
-        reader = call.reader()
+        reader = StreamReader(call)
         with translated_errors(self.url, self.timeout):
-            response = await self._open(call.request)
+            response = await self._open(call.request, stream=True)
             try:
                 async for piece in response.aiter_bytes():
                     for event in reader.push(piece):
@@ -189,10 +182,10 @@ class AsyncClient(ServerAddress, AsyncBatches):
                 await response.aclose()
         reader.finish()
 
-    async def _open(self, request: Request) -> httpx.Response:
-        """Send a request, again if the server asks for a retry. The caller reads and closes the response."""
+    async def _open(self, request: Request, *, stream: bool) -> httpx.Response:
+        """Send a request, again if the server asks for a retry. The caller reads and closes a streamed response."""
         for num_attempts in count(1):
-            response = await self._http.send(self._message(request), stream=True)
+            response = await self._http.send(self._message(request), stream=stream)
             if response.is_success:
                 return response
             try:

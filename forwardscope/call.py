@@ -88,9 +88,6 @@ class StreamCall(Generic[Event]):
     request: Request
     parse: Callable[[dict[str, Any]], list[Event]]
 
-    def reader(self) -> "StreamReader[Event]":
-        return StreamReader(self)
-
 
 @dataclass
 class StreamReader(Generic[Event]):

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 import httpx
 
 from forwardscope import requests
+from forwardscope.arguments import Corpus
 from forwardscope.batches import Batches
-from forwardscope.call import Call, Event, Request, Result, StreamCall
+from forwardscope.call import Call, Event, Request, Result, StreamCall, StreamReader
 from forwardscope.prompt_lists import (
     Attached,
     AttributeMethod,
@@ -139,11 +140,7 @@ class Client(ServerAddress, Batches):
     health = method(requests.health)
 
     def harvest(
-        self,
-        corpus: str | PathLike[str] | Sequence[str | PathLike[str] | Sequence[int]],
-        stages: str | Sequence[str],
-        out: str | PathLike[str],
-        **options: Any,
+        self, corpus: Corpus, stages: str | Sequence[str], out: str | PathLike[str], **options: Any
     ) -> "Harvest":
         """Run the served model over a corpus, and write the rows of stages to the directory `out`, on this machine.
 
@@ -179,17 +176,13 @@ class Client(ServerAddress, Batches):
 
     def _send(self, call: Call[Result]) -> Result:
         with translated_errors(self.url, self.timeout):
-            response = self._open(call.request)
-            try:
-                content = response.read()
-            finally:
-                response.close()
-        return call.read(content)
+            response = self._open(call.request, stream=False)
+        return call.read(response.content)
 
     def _stream(self, call: StreamCall[Event]) -> Generator[Event]:
-        reader = call.reader()
+        reader = StreamReader(call)
         with translated_errors(self.url, self.timeout):
-            response = self._open(call.request)
+            response = self._open(call.request, stream=True)
             try:
                 for piece in response.iter_bytes():
                     yield from reader.push(piece)
@@ -197,10 +190,10 @@ class Client(ServerAddress, Batches):
                 response.close()
         reader.finish()
 
-    def _open(self, request: Request) -> httpx.Response:
-        """Send a request, again if the server asks for a retry. The caller reads and closes the response."""
+    def _open(self, request: Request, *, stream: bool) -> httpx.Response:
+        """Send a request, again if the server asks for a retry. The caller reads and closes a streamed response."""
         for num_attempts in count(1):
-            response = self._http.send(self._message(request), stream=True)
+            response = self._http.send(self._message(request), stream=stream)
             if response.is_success:
                 return response
             try:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from forwardscope import requests
-from forwardscope.arguments import Index, shown, to_index_text, to_indices, to_prompt, to_targets, to_texts
+from forwardscope.arguments import Corpus, Index, shown, to_index_text, to_indices, to_prompt, to_targets, to_texts
 from forwardscope.batches import Batches
 from forwardscope.call import HOOKS, Call, Event, Hook, Request, Result, StreamCall
 from forwardscope.client import Client, Stream, as_method, sending_method
@@ -50,12 +50,11 @@ from forwardscope.prompt_lists import (
 from forwardscope.results.attributions import Attribution
 from forwardscope.results.comparisons import Comparison
 from forwardscope.results.generations import FinishEvent, Generation, StreamEvent, TokenEvent
-from forwardscope.results.passes import AppliedEdit, Logits, Pass, PassTimings, Patterns, Trace
+from forwardscope.results.passes import Logits, Pass, PassTimings, Patterns, Trace
 from forwardscope.results.weights import Weight
 from forwardscope.tensor_files import NumpyArray
 from model.analysis.attribution.gradients import GradientTap
 from model.analysis.auto_quantization import resolve
-from model.analysis.edit_sources import Network
 from model.analysis.forward_trace import Trace as PassTrace
 from model.analysis.forward_trace import TracedPass
 from model.analysis.harvest.passes import local_model
@@ -72,7 +71,6 @@ from model.network.transformer import Transformer
 from model.network.weight_indices import read_part
 from model.network.weight_views import WeightViews
 from model.text.tokenizer import Tokenizer
-from model.tracing.edits import BoundEdits
 from model.tracing.hooks import HookContext, Hooks
 from model.tracing.predictions import predict
 from model.tracing.selection import Selection
@@ -322,7 +320,7 @@ class LocalModel(Batches):
         def make_passes() -> list[TracedPass]:
             taps: list[Tap] = []
             if edits:
-                bound, head["edits"] = self._bind(edits, adapted, ids, len(ids))
+                bound, head["edits"] = bind_edits(edits, adapted, self.checkpoint, ids, self._ids_of)
                 taps.append(bound.whole_pass(ids, ops=adapted.backend.ops))
             if own_hooks is not None:
                 taps.append(own_hooks.tap(0, len(ids)))
@@ -355,20 +353,7 @@ class LocalModel(Batches):
             "loss": describe_loss(found.loss.detach(), found.loss.clone()),
         }
 
-    def _bind(
-        self, edits: Sequence[Mapping[str, Any]], network: Network, ids: list[int], max_length: int
-    ) -> tuple[BoundEdits, tuple[AppliedEdit, ...]]:
-        """Check edits for a prompt, and run the passes from which some take their values."""
-        checkpoint = self.checkpoint
-        return bind_edits(edits, network, checkpoint.model.config, checkpoint.stages, ids, max_length, self._ids_of)
-
-    def harvest(
-        self,
-        corpus: str | PathLike[str] | Sequence[str | PathLike[str] | Sequence[int]],
-        stages: str | Sequence[str],
-        out: str | PathLike[str],
-        **options: Any,
-    ) -> Harvest:
+    def harvest(self, corpus: Corpus, stages: str | Sequence[str], out: str | PathLike[str], **options: Any) -> Harvest:
         """Run the model over a corpus, and write the rows of stages, one for each token, to the directory `out`.
 
         The corpus is a text, a path, or a list of texts, paths and lists of token ids. `options` are the fields of

@@ -12,10 +12,9 @@ from forwardscope.edits import to_positions
 from forwardscope.local_results import describe_edits
 from forwardscope.results.passes import AppliedEdit
 from model.analysis.edit_sources import Network, compute_sources
-from model.config import ModelConfig
+from model.checkpoints.load import Checkpoint
 from model.errors import InvalidField, shortened
 from model.tracing.edits import BoundEdits, Edit, EditCondition, EditSource, plan_edits
-from model.tracing.stages import Stage
 
 FIELDS = tuple(field.name for field in fields(Edit))
 CONDITION_FIELDS = tuple(field.name for field in fields(EditCondition))
@@ -25,10 +24,8 @@ NamesToTensors = Mapping[str, Tensor]
 def bind_edits(
     edits: Sequence[Mapping[str, Any]],
     network: Network,
-    config: ModelConfig,
-    stages: Sequence[Stage],
+    checkpoint: Checkpoint,
     ids: Sequence[int],
-    max_length: int,
     ids_of: Callable[[Any], list[int]],
 ) -> tuple[BoundEdits, tuple[AppliedEdit, ...]]:
     """Check edits for a prompt, and run the passes from which some take their values.
@@ -37,7 +34,7 @@ def bind_edits(
     """
     given = to_mappings(edits, "edits", "edit")
     read = [read_edit(edit, f"edits.{index}", ids_of) for index, edit in enumerate(given)]
-    plan = plan_edits(read, config, stages, ids, max_length)
+    plan = plan_edits(read, checkpoint.model.config, checkpoint.stages, ids, len(ids))
     return plan.bind(compute_sources(network, plan)), describe_edits(plan)
 
 

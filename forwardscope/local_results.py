@@ -5,10 +5,12 @@ from typing import Any
 
 from torch import Tensor
 
+from forwardscope.results.generations import Logprob, TokenLogprob
 from forwardscope.results.passes import AppliedEdit, Loss, StageChange
 from forwardscope.results.records import Array, Columns, Named
 from forwardscope.results.stages import PositionedToken, PositionPredictions, Prediction, Stage, Summary
 from model.analysis.edit_changes import stage_changes
+from model.text.transcript import TokenOutput
 from model.tracing.edits import EditPlan
 from model.tracing.pauses import pause
 from model.tracing.predictions import Predictions
@@ -38,6 +40,18 @@ def describe_top(found: Predictions, text_of: TextOf) -> Sequence[Prediction]:
     """The most likely next tokens of one position."""
     texts = list(map(text_of, found.token_ids))
     return Columns(Prediction, found.token_ids, texts, found.logits, found.probabilities)
+
+
+def describe_logprobs(token: TokenOutput, text_of: TextOf) -> TokenLogprob:
+    """A generated token with its log-probability, and the most likely tokens at its place."""
+    logprob = None if token.logprobs is None else token.logprobs.chosen
+    return TokenLogprob(token.token_id, text_of(token.token_id), logprob, describe_top_logprobs(token, text_of))
+
+
+def describe_top_logprobs(token: TokenOutput, text_of: TextOf) -> Sequence[Logprob]:
+    top = [] if token.logprobs is None else token.logprobs.top
+    ids = [token_id for token_id, _ in top]
+    return Columns(Logprob, ids, list(map(text_of, ids)), [logprob for _, logprob in top])
 
 
 def describe_stage(kept: StageTrace, values: Array | None, **fields: Any) -> Stage[Array]:

@@ -8,6 +8,7 @@ A `prompt`, and the `messages` of a chat, may also be a list of them: the result
 a model of `load` calls with stages (docs/python.md); a client refuses them.
 """
 
+import base64
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +29,7 @@ from forwardscope.arguments import (
     to_token,
 )
 from forwardscope.call import EVENTS, SAFETENSORS, Call, Event, Hook, Request, StreamCall
-from forwardscope.edits import to_array, to_edits, to_vector, vector_file
+from forwardscope.edits import to_edits, to_vector, vector_file
 from forwardscope.prompt_lists import Messages, Prompt, Prompts
 from forwardscope.results import (
     Attribution,
@@ -49,7 +50,7 @@ from forwardscope.results import (
 from forwardscope.results.openai import TokenizerInfo
 from forwardscope.results.server import DecodedText, ServedModels, Status, StoredVectors, Tokens
 from forwardscope.results.weights import WeightList
-from forwardscope.tensor_files import NumpyArray, read_safetensors, write_base64
+from forwardscope.tensor_files import NumpyArray, read_safetensors
 
 Arguments = ParamSpec("Arguments")
 Token = str | int
@@ -180,7 +181,7 @@ def compare(
     `--compare-directory`) and `setting` (the served model with another `dtype`, `quantize` or `kernels`). `dtype` is
     that in which B computes. `names` maps names of arrays to names of stages.
     """
-    tensors = None if stages is None else write_base64({name: to_array(array) for name, array in stages.items()})
+    tensors = None if stages is None else base64.b64encode(vector_file(stages)).decode()
     body = without_none(
         prompt=to_prompt(prompt),
         b=without_none(tensors=tensors, path=path, setting=None if setting is None else dict(setting)),

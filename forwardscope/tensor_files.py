@@ -54,27 +54,13 @@ def read_safetensors(content: bytes) -> tuple[dict[str, NumpyArray], dict[str, A
 
 
 def write_safetensors(arrays: Mapping[str, NumpyArray]) -> bytes:
-    """The bytes of a file with these arrays, of float64, float32 or float16."""
-    header: dict[str, Any] = {}
-    pieces: list[bytes] = []
-    end = 0
-    for name, array in sorted(arrays.items(), key=lambda item: -item[1].itemsize):  # so that all are aligned
-        pieces.append(np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes())
-        begin, end = end, end + array.nbytes
-        header[name] = {"dtype": f"F{8 * array.itemsize}", "shape": list(array.shape), "data_offsets": [begin, end]}
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    return len(encoded).to_bytes(8, "little") + encoded + b"".join(pieces)
+    """The bytes of a file with these arrays."""
+    return save({name: np.asarray(array, order="C") for name, array in arrays.items()})
 
 
 def read_base64(text: str, dtype: str, shape: Sequence[int]) -> NumpyArray:
     """The array of a stage that a JSON answer holds as base64."""
     return to_array(base64.b64decode(text), dtype, shape)
-
-
-def write_base64(arrays: Mapping[str, NumpyArray]) -> str:
-    """A safetensors file of arrays, as base64."""
-    return base64.b64encode(save({name: np.ascontiguousarray(array) for name, array in arrays.items()})).decode()
 
 
 def to_array(content: bytes | memoryview, dtype: str, shape: Sequence[int]) -> NumpyArray:

@@ -9,17 +9,14 @@ from fastapi import Depends, FastAPI
 
 from model import __version__
 from model.network.ranks import Ranks
-from service.http.access_log import AccessLog
 from service.http.cors import Cors
 from service.http.documentation import add_documentation
 from service.http.errors import InternalErrors, install_error_handlers
-from service.http.gate import Gate
-from service.http.http_metrics import HttpMetrics
+from service.http.gate import PAGE_PATH, Gate
 from service.http.openapi import API_KEY, error_answers
 from service.http.page_files import PageFiles
-from service.http.request_spans import RequestSpans
+from service.http.request_reports import RequestReports
 from service.http.root_path import RootPath
-from service.http.route_labels import PAGE_PATH
 from service.loading import close, load
 from service.memory import trim_forever
 from service.routes import (
@@ -91,16 +88,13 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None,
         files = PageFiles()
         app.add_route("/", files.index, include_in_schema=False)
         app.mount(PAGE_PATH, files)
-    # A request passes those that are added last first: root path, spans, log, metrics, CORS, errors, gate, and a route.
-    add_gate(app, state)
+    # A request passes those that are added last first: root path, reports, CORS, errors, gate, and a route.
+    app.add_middleware(Gate, routes=app.routes, buffers=state.buffers, settings=settings)
     app.add_middleware(InternalErrors)
     if settings.cors_origin:
         app.add_middleware(Cors, origins=settings.cors_origin)
     paths = {**app.openapi()["paths"], **({"/": {"get"}, PAGE_PATH: {"get"}} if settings.page else {})}
-    app.add_middleware(HttpMetrics, metrics=state.metrics, paths=paths)
-    app.add_middleware(AccessLog, paths=paths)
-    if tracer is not None:
-        app.add_middleware(RequestSpans, tracer=tracer, paths=paths)
+    app.add_middleware(RequestReports, paths=paths, metrics=state.metrics, tracer=tracer)
     if settings.root_path is not None:
         app.add_middleware(RootPath, root=settings.root_path)
     return app
@@ -132,18 +126,3 @@ def add_routes(app: FastAPI, state: State) -> None:
     for route in (model_route, vectors, weights, status, openai_models, stored_responses):
         app.include_router(route.router, responses=error_answers(401), dependencies=protected)
     app.include_router(health.router)
-
-
-def add_gate(app: FastAPI, state: State) -> None:
-    """Add the middleware that checks each request and counts its memory."""
-    settings = state.settings
-    app.add_middleware(
-        Gate,
-        routes=app.routes,
-        buffers=state.buffers,
-        api_key=None if settings.api_key is None else settings.api_key.get_secret_value(),
-        allowed_hosts=settings.host_names,
-        max_body_bytes=settings.max_body_bytes,
-        max_put_bytes=settings.max_vector_bytes,
-        body_seconds=settings.body_timeout_seconds,
-    )

@@ -21,6 +21,7 @@ import torch
 
 from model.tracing.pauses import PAUSE
 from service.http.errors import ClientGone, draining, queue_full, timed_out
+from service.settings import Settings
 
 Result = TypeVar("Result")
 Kind = Literal[
@@ -82,22 +83,18 @@ class Rests:
 class Executors:
     """Runs jobs on the threads of `LANES`. All methods are called on the event loop's thread."""
 
-    def __init__(
-        self,
-        max_jobs: int,
-        timeout_seconds: float,
-        note_change: Callable[[], None],
-        has_steps: Callable[[], bool],
-    ) -> None:
-        """At most `max_jobs` jobs run and wait. `note_change` is called when a job is added or has ended. `has_steps`
-        says whether the network computes requests: then jobs rest at their pauses.
+    def __init__(self, settings: Settings, note_change: Callable[[], None], has_steps: Callable[[], bool]) -> None:
+        """`note_change` is called when a job is added or has ended. `has_steps` says whether the network computes
+        requests: then jobs rest at their pauses.
         """
         self._has_steps = has_steps
-        self._max_jobs = max_jobs
-        self._timeout_seconds = timeout_seconds
+        self._max_jobs = settings.max_num_seqs + settings.max_waiting_requests  # that run and wait
+        self._timeout_seconds = settings.request_timeout_seconds
         self._note_change = note_change
         self.is_draining = False  # whether new jobs are refused because the service shuts down
-        self._executors = {kind: _new_executor(kind, lane) for kind, lane in LANES.items()}
+        self._executors = {
+            kind: ThreadPoolExecutor(1, kind, _begin_thread, (lane.niceness,)) for kind, lane in LANES.items()
+        }
         self._jobs: set[Future[Any]] = set()
         self._num_jobs: Counter[Kind] = Counter()
         self.text_bytes = 0  # of the texts that run and wait
@@ -208,17 +205,13 @@ class Executors:
             executor.shutdown(wait=kind != "comparisons", cancel_futures=True)  # one may read a large file
 
 
-def _new_executor(kind: Kind, lane: Lane) -> ThreadPoolExecutor:
-    if lane.niceness is None:
-        return ThreadPoolExecutor(1, kind)
-    return ThreadPoolExecutor(1, kind, initializer=_yield_to_other_threads, initargs=(lane.niceness,))
-
-
-def _yield_to_other_threads(niceness: int) -> None:
-    """Let the calling thread compute alone, and only when no other thread of the process needs its core.
+def _begin_thread(niceness: int | None) -> None:
+    """Let a thread with a `niceness` compute alone, and only when no other thread of the process needs its core.
 
     On Linux, each thread has a priority of its own.
     """
+    if niceness is None:
+        return
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

@@ -5,8 +5,7 @@ are shown. A client that sends `Prefer: handling=strict` (RFC 7240) gets an erro
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -27,17 +26,6 @@ def is_strict(scope: Scope, strict_fields: bool) -> bool:
 def note_ignored(scope: Scope, paths: Iterable[str]) -> None:
     """Add fields to those that a request has left out."""
     notes_of(scope).ignored_fields.extend(paths)
-
-
-@contextmanager
-def renamed_fields(scope: Scope, rename: Callable[[str], str]) -> Iterator[None]:
-    """Rename the fields that are left out in this block, for a route that converts its body to that of another."""
-    paths = notes_of(scope).ignored_fields
-    num_before = len(paths)
-    try:
-        yield
-    finally:
-        paths[num_before:] = map(rename, paths[num_before:])
 
 
 def ignored_text(scope: Scope) -> str:

@@ -18,7 +18,8 @@ from starlette.types import Message, Scope
 from forwardscope.call import HOOKS
 from model.checkpoints.load import Checkpoint
 from model.choices import KVCacheDtype
-from service.app import add_gate, add_routes
+from service.app import add_routes
+from service.http.gate import Gate
 from service.loading import close, set_up
 from service.network_jobs import Work
 from service.request_notes import notes_of
@@ -111,7 +112,7 @@ async def start(checkpoint: Checkpoint, kv_cache_dtype: KVCacheDtype) -> FastAPI
     )
     app, state = FastAPI(openapi_url=None), State(settings)
     add_routes(app, state)
-    add_gate(app, state)
+    app.add_middleware(Gate, routes=app.routes, buffers=state.buffers, settings=settings)
     await set_up(state, checkpoint, None)
     state.loaded.set()
     return app

@@ -1,21 +1,50 @@
-"""The form of log lines: text for people, or one JSON object a line for programs that collect logs.
+"""The form of log lines: text for people, or JSON for programs that collect logs. They have the ids of their request.
 
-A line of a request has the ids of the request. A caller outside of the request's task passes them, as
+A context variable keeps the ids for the task of a request. A caller outside of the task passes them, as
 `extra={"request_ids": ...}`. `extra={"request_fields": {...}}` adds fields to the JSON object; the message of such a
 line has the request id itself.
 """
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Literal
 
 import orjson
 
-from service.request_ids import RequestIds, current_ids
-
 LogFormat = Literal["text", "json"]
+
+
+@dataclass(frozen=True)
+class RequestIds:
+    """The id of a request, and its trace and span if OpenTelemetry traces are sent."""
+
+    request_id: str
+    trace_id: str | None = None
+    span_id: str | None = None
+
+
+_CURRENT: ContextVar[RequestIds | None] = ContextVar("request_ids", default=None)
+
+
+def current_ids() -> RequestIds | None:
+    """The ids of the request that is being handled; None outside of requests, such as in a step of many requests."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def handling(ids: RequestIds) -> Iterator[None]:
+    """Handle a request in this block: log lines of its task, and of the tasks that it starts, have its ids."""
+    token = _CURRENT.set(ids)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
 
 
 class TextFormatter(logging.Formatter):

@@ -7,19 +7,12 @@ delivered. The engine's own counters are read when Prometheus asks for the metri
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import get_args
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -89,8 +82,8 @@ class RequestTimes:
         return None if self.first_token is None else self.first_token - self.arrived
 
 
-class Metrics:
-    """The metrics of one application."""
+class Metrics(Collector):
+    """The metrics of one application. `collect` has the numbers of tokens, which are no metrics of the library."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # the text format does not use these times
@@ -102,7 +95,7 @@ class Metrics:
         self.http_seconds = self._histogram(
             "http_request_duration_seconds", "Time from request to last byte of the response", "route"
         )
-        self.registry.register(TokenCollector(self.count_tokens))
+        self.registry.register(self)
         self.finished = self._counter("request_success_total", "Continuations that ended", "finished_reason")
         for reason in get_args(FinishReason):  # each begins at 0: for Prometheus, a new series at 1 is no increase
             self.finished.labels(reason)
@@ -152,31 +145,29 @@ class Metrics:
             self.edited_requests.labels(route)
         self.ignored_fields = self._counter("ignored_fields_total", "Unknown fields that requests left out", "route")
 
-    def watch_requests(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
-        running = self._gauge("num_requests_running", "Requests that have started, including passes and work on texts")
-        running.set_function(num_running)
-        waiting = self._gauge("num_requests_waiting", "Requests that wait, including passes and work on texts")
-        waiting.set_function(num_waiting)
+    def begin_routes(self, paths: Iterable[str]) -> None:
+        """Begin the series of each route of POST at 0: for Prometheus, a new series at 1 is no increase."""
+        for path in paths:
+            for status in ("200", "429", "500", "503"):
+                self.http_requests.labels(path, "POST", status)
+            if path.startswith("/v1/"):
+                self.ignored_fields.labels(path)
 
-    def watch_connections(self, num_connections: Callable[[], int]) -> None:
-        self._gauge("http_connections", "Open connections").set_function(num_connections)
+    def note_request(
+        self, route: str, method: str, status: int, seconds: float, num_ignored: int, is_edited: bool
+    ) -> None:
+        """Count an HTTP request whose response has ended."""
+        self.http_requests.labels(route, method, str(status)).inc()
+        self.http_seconds.labels(route).observe(seconds)
+        if num_ignored:
+            self.ignored_fields.labels(route).inc(num_ignored)
+        if is_edited:
+            self.edited_requests.labels(route).inc()
+            self.edited_seconds.labels(route).observe(seconds)
 
-    def watch_buffers(self, num_bytes: Callable[[], int]) -> None:
-        self._gauge("buffered_bytes", "Bytes held or reserved for request bodies and unread responses").set_function(
-            num_bytes
-        )
-
-    def watch_vectors(self, num_bytes: Callable[[], int]) -> None:
-        self._gauge("vector_bytes", "Bytes of the stored vectors for edits").set_function(num_bytes)
-
-    def watch_responses(self, num_bytes: Callable[[], int]) -> None:
-        self._gauge("stored_response_bytes", "Bytes of the stored responses of /v1/responses").set_function(num_bytes)
-
-    def watch_ready(self, is_ready: Callable[[], bool]) -> None:
-        ready = self._gauge(
-            "ready", "1 if the service takes requests; 0 while it loads or shuts down, or after a failure"
-        )
-        ready.set_function(is_ready)
+    def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """Add a gauge whose `value` is read when Prometheus asks for the metrics."""
+        Gauge(f"forwardscope_{name}", text, registry=self.registry).set_function(value)
 
     def watch_engine(
         self, stats: Callable[[], Stats], block_size: int, num_blocks: int, adapters: Collection[str], kernels: str
@@ -211,6 +202,11 @@ class Metrics:
         if now >= self._text_expires:
             self._text, self._text_expires = generate_latest(self.registry), now + TEXT_SECONDS
         return self._text
+
+    def collect(self) -> Iterator[Metric]:
+        num_prompt, num_generated = self.count_tokens()
+        yield CounterMetricFamily("forwardscope_prompt_tokens", "Prompt tokens of passes and generations", num_prompt)
+        yield CounterMetricFamily("forwardscope_generation_tokens", "Generated tokens", num_generated)
 
     def count_tokens(self) -> tuple[int, int]:
         """The numbers of prompt tokens and of generated tokens since the start."""
@@ -251,9 +247,6 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"forwardscope_{name}", _with_labels(text, labels), labels, registry=self.registry)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"forwardscope_{name}", text, registry=self.registry)
-
     def _histogram(self, name: str, text: str, *labels: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
         text = _with_labels(text, labels)
         return Histogram(f"forwardscope_{name}", text, labels, registry=self.registry, buckets=buckets)
@@ -284,18 +277,6 @@ class StepHistogram(Collector):
         bounds = map(floatToGoString, (*self._buckets, float("inf")))
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
         yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
-
-
-class TokenCollector(Collector):
-    """The numbers of tokens since the start, read when Prometheus asks for the metrics."""
-
-    def __init__(self, count: Callable[[], tuple[int, int]]) -> None:
-        self._count = count
-
-    def collect(self) -> Iterator[Metric]:
-        num_prompt, num_generated = self._count()
-        yield CounterMetricFamily("forwardscope_prompt_tokens", "Prompt tokens of passes and generations", num_prompt)
-        yield CounterMetricFamily("forwardscope_generation_tokens", "Generated tokens", num_generated)
 
 
 class EngineCollector(Collector):

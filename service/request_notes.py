@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 from starlette.types import Scope
 
 from model.tracing.hooks import Hooks
-from service.request_ids import RequestIds
+from service.log_format import RequestIds
 from service.spans import RequestSpan
 
 if TYPE_CHECKING:
     from service.http.buffers import Reservation
-    from service.http.chunk_writer import ChunkWriter
+    from service.http.http_parser import ChunkWriter
 
 KEY = "forwardscope.notes"
 
@@ -23,15 +23,15 @@ class RequestNotes:
     chunk_writer: "ChunkWriter | None" = None
     """Writes parts of a response to the connection (connections.py), for sse.py and answers/generation.py."""
     span: RequestSpan | None = None
-    """The span of the request, if there are spans, and it has one (request_spans.py)."""
+    """The span of the request, if there are spans, and it has one (request_reports.py)."""
     ids: RequestIds | None = None
-    """The id of the request, for its response and its log lines, and the ids of its span (access_log.py)."""
+    """The id of the request, for its response and its log lines, and the ids of its span (request_reports.py)."""
     reservation: "Reservation | None" = None
     """The memory that the request holds until its response is sent (gate.py)."""
     ignored_fields: list[str] = field(default_factory=list)
     """The paths of the fields that were left out (ignored_fields.py)."""
     num_tokens: tuple[int, int] | None = None
-    """The tokens of the prompt and the generated ones (`note_tokens` of access_log.py)."""
+    """The tokens of the prompt and the generated ones (answers/call.py)."""
     is_edited: bool = False
     """Whether the request has edits (answers/edits.py)."""
     error_code: str | None = None

@@ -325,19 +325,9 @@ class Settings(BaseSettings):
     )
 
     @model_validator(mode="after")
-    def _check_threads(self) -> Self:
-        num_cpus = os.cpu_count() or 1
-        if self.threads is not None and self.threads > MAX_THREADS_PER_CPU * num_cpus:
-            raise InvalidField(
-                "threads",
-                f"{self.threads} is more than {MAX_THREADS_PER_CPU * num_cpus}, which is "
-                f"{MAX_THREADS_PER_CPU} for each of the {num_cpus} CPUs of this machine; threads without a CPU of "
-                "their own make every step slower, so leave the setting out, or take the number of CPUs",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_buffers(self) -> Self:
+    def _check(self) -> Self:
+        """Raise `InvalidField` for a setting that contradicts another one or the machine."""
+        self._check_threads()
         largest = self.max_response_bytes + self.max_body_bytes
         if self.max_buffered_bytes < largest:
             raise InvalidField(
@@ -345,38 +335,32 @@ class Settings(BaseSettings):
                 f"{self.max_buffered_bytes} is less than --max-response-bytes and --max-body-bytes together, which are "
                 f"{largest}",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_quantize_loss(self) -> Self:
         if self.quantize_loss is not None and self.quantize != "auto":
             raise InvalidField("quantize_loss", f"is only for --quantize auto, but it is {self.quantize}; leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _check_draft(self) -> Self:
         if self.draft != "none" and not self.speculate:
             raise InvalidField("draft", f"{self.draft} drafts tokens, which --speculate false forbids; leave out one")
-        return self
-
-    @model_validator(mode="after")
-    def _check_prefix_cache(self) -> Self:
         if self.prefix_cache_directory is None and "prefix_cache_bytes" in self.model_fields_set:
             raise InvalidField("prefix_cache_bytes", "is only for --prefix-cache-directory; give both or leave it out")
         if self.prefix_cache_directory is not None and self.model == "none":
             raise InvalidField("prefix_cache_directory", "--model none serves no checkpoint; leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _check_target(self) -> Self:
         if self.target_itl_ms is not None and "max_step_stretch" in self.model_fields_set:
             raise InvalidField("max_step_stretch", "is replaced by --target-itl-ms; leave one of the two out")
+        if self.tensor_parallel > 1:
+            self._check_tensor_parallel()
         return self
 
-    @model_validator(mode="after")
-    def _check_tensor_parallel(self) -> Self:
-        if self.tensor_parallel == 1:
-            return self
+    def _check_threads(self) -> None:
+        num_cpus = os.cpu_count() or 1
+        limit = MAX_THREADS_PER_CPU * num_cpus
+        if self.threads is not None and self.threads > limit:
+            raise InvalidField(
+                "threads",
+                f"{self.threads} is more than {limit}, which is {MAX_THREADS_PER_CPU} for each of the {num_cpus} CPUs "
+                "of this machine; threads without a CPU of their own make every step slower, so leave the setting out, "
+                "or take the number of CPUs",
+            )
+
+    def _check_tensor_parallel(self) -> None:
         refused = {
             "adapter": bool(self.adapter),
             "quantize": self.quantize not in ("stored", "none"),
@@ -393,7 +377,6 @@ class Settings(BaseSettings):
                     f"{getattr(self, field)} is not implemented with --tensor-parallel {self.tensor_parallel}; leave "
                     "out one of the two options",
                 )
-        return self
 
     @property
     def adapters(self) -> dict[str, str]:

@@ -6,9 +6,6 @@ ended. Without it, requests have no spans, and `recorded_span` returns None. No 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from starlette.types import Scope
 
 Attribute = str | bool | int | float | Sequence[str]
 MAX_PHASED = 16  # prompts of a request whose phases have spans; a list can have thousands
@@ -47,13 +44,3 @@ class RequestSpan:
     def traceparent(self) -> str:
         """The header that makes this span the parent of other spans (W3C Trace Context, version 00)."""
         return f"00-{self.trace_id}-{self.span_id}-{self.flags:02x}"
-
-
-class Tracer(Protocol):
-    """Begins the spans of requests, and sends those that have ended."""
-
-    def begin(self, scope: Scope, method: str, start: float) -> RequestSpan:
-        """Begin the span of a request."""
-
-    def end(self, span: RequestSpan, name: str, end: float, error: str | None) -> None:
-        """End a span with its phases. `error` is the type of the server's failure, or None."""

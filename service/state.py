@@ -2,9 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
-from typing import Annotated, TypeVar
+from collections.abc import Iterable
+from typing import Annotated
 
 from fastapi import Depends, Request
 
@@ -15,18 +14,14 @@ from model.engine.engine import Engine
 from model.network.float_copy import FloatNetwork
 from model.network.ranks import Ranks
 from model.text.grammar.grammars import Grammars
-from service.http.buffers import Buffers, Reservation
-from service.http.errors import ApiError, draining, invalid, timed_out
+from service.http.buffers import Buffers
+from service.http.errors import ApiError, draining, invalid
 from service.metrics import Metrics
-from service.request_notes import notes_of
 from service.settings import Settings
 from service.stored_responses import ResponseStore
 from service.token_rates import TokenRates
 from service.vectors import VectorStore
-from service.worker import Worker, WorkerLimits
-
-Result = TypeVar("Result")
-FEW_CHECKS = 16  # of stop strings, globs, prompts or edits, which take about a millisecond
+from service.worker import Worker
 
 
 class State:
@@ -43,23 +38,17 @@ class State:
         self.began = time.time()
         self.started = time.perf_counter()
         self.metrics = Metrics()
+        watch = self.metrics.watch
         self.token_rates = TokenRates(self.metrics.count_tokens)
         self.buffers = Buffers(settings.max_buffered_bytes)
-        self.metrics.watch_buffers(lambda: self.buffers.num_bytes)
-        self.worker = Worker(
-            self.metrics,
-            WorkerLimits(
-                max_running=settings.max_num_seqs,
-                max_waiting=settings.max_waiting_requests,
-                max_waiting_tokens=settings.max_waiting_tokens,
-                timeout_seconds=settings.request_timeout_seconds,
-            ),
-            self.buffers,
-        )
+        text = "Bytes held or reserved for request bodies and unread responses"
+        watch("buffered_bytes", text, lambda: self.buffers.num_bytes)
+        self.worker = Worker(self.metrics, settings, self.buffers)
         self.vectors = VectorStore(settings.max_vectors)
-        self.metrics.watch_vectors(lambda: self.vectors.num_bytes)
+        watch("vector_bytes", "Bytes of the stored vectors for edits", lambda: self.vectors.num_bytes)
         self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
-        self.metrics.watch_responses(lambda: self.responses.num_bytes)
+        text = "Bytes of the stored responses of /v1/responses"
+        watch("stored_response_bytes", text, lambda: self.responses.num_bytes)
         self.checkpoint: Checkpoint | None = None
         self.float_network: FloatNetwork | None = None  # None: gradients are off. It belongs to their thread.
         self.translators: Translators | None = None  # of a tuned lens
@@ -71,7 +60,8 @@ class State:
         self.opened_checkpoint: OpenCheckpoint | None = None
         self.loaded = asyncio.Event()
         self.failure: str | None = None
-        self.metrics.watch_ready(lambda: self.is_ready)
+        text = "1 if the service takes requests; 0 while it loads or shuts down, or after a failure"
+        watch("ready", text, lambda: self.is_ready)
 
     @property
     def is_ready(self) -> bool:
@@ -151,35 +141,3 @@ async def get_checkpoint(state: StateDep) -> Checkpoint:
 
 
 CheckpointDep = Annotated[Checkpoint, Depends(get_checkpoint)]
-
-
-def get_reservation(request: Request) -> Reservation:
-    """The memory that the request holds until its response is sent."""
-    reservation = notes_of(request.scope).reservation
-    assert reservation is not None, "gate.py makes one for each request"
-    return reservation
-
-
-def seconds_left(state: State, arrived: float) -> float:
-    """The seconds until the timeout of a request that arrived at this time of `time.perf_counter`."""
-    return max(0.0, arrived + state.settings.request_timeout_seconds - time.perf_counter())
-
-
-@asynccontextmanager
-async def series(state: State, arrived: float) -> AsyncIterator[None]:
-    """Run several jobs of one request on the network's thread in this block; other requests are served between them.
-
-    Raises 503 if they have not ended within the timeout of the request, which counts from `arrived`, in seconds of
-    `time.perf_counter`.
-    """
-    try:
-        async with asyncio.timeout(seconds_left(state, arrived)):
-            with state.worker.series():
-                yield
-    except TimeoutError:
-        raise timed_out(state.settings.request_timeout_seconds) from None
-
-
-async def run_here_or_on_thread(state: State, num_checks: int, job: Callable[[], Result]) -> Result:
-    """Run a job, outside the event loop if it makes many checks: of stop strings, globs, prompts or edits."""
-    return await state.worker.executors.run("bodies", job) if num_checks > FEW_CHECKS else job()

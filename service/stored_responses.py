@@ -64,27 +64,24 @@ class ResponseStore:
 
     def find(self, response_id: str) -> StoredResponse:
         """The response with this id. Raises 404 for an unknown one."""
-        found = self._responses.get(response_id)
-        if found is None:
+        if response_id not in self._responses:
             message = f"response_id: there is no response {response_id[:100]!r}; {self._limits()}"
             raise ApiError(404, message, param="response_id", code="response_not_found")
-        return found
+        return self._responses[response_id]
 
     def find_previous(self, response_id: str) -> StoredResponse:
         """The response that the field `previous_response_id` names. Raises 400 for an unknown one."""
-        found = self._responses.get(response_id)
-        if found is None:
+        if response_id not in self._responses:
             reason = f"there is no response {response_id[:100]!r}; {self._limits()}, or send the conversation in input"
             raise invalid("previous_response_id", reason, "previous_response_not_found")
-        return found
+        return self._responses[response_id]
 
     def find_item(self, item_id: str, place: str) -> tuple[InputItem, int]:
         """The item that a reference at a `place` in the request names, and its bytes. Raises 400 for an unknown one."""
-        found = self._items.get(item_id)
-        if found is None:
+        if item_id not in self._items:
             reason = f"there is no item {item_id[:100]!r}; {self._limits()}, or send the item itself"
             raise invalid(place, reason, "item_not_found")
-        return found
+        return self._items[item_id]
 
     def _limits(self) -> str:
         if not self.is_on:

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from forwardscope.results import server as results
+
 SAMPLE_SECONDS = 1.0
 WINDOW_SECONDS = 5.0
 
@@ -17,15 +19,6 @@ class Sample:
     time: float
     num_prompt: int
     num_generated: int
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Tokens per second, over the last `seconds`."""
-
-    seconds: float
-    prompt: float
-    generated: float
 
 
 class TokenRates:
@@ -45,17 +38,14 @@ class TokenRates:
             self._samples.popleft()
         return now
 
-    def rates(self) -> Rates:
+    def rates(self) -> results.TokenRates:
         """The rates over about the last `WINDOW_SECONDS`, or since the start. Zero if nothing was computed."""
         oldest, now = self._samples[0], Sample(time.perf_counter(), *self._count())
         seconds = now.time - oldest.time
         if seconds <= 0:
-            return Rates(0.0, 0.0, 0.0)
-        return Rates(
-            seconds,
-            (now.num_prompt - oldest.num_prompt) / seconds,
-            (now.num_generated - oldest.num_generated) / seconds,
-        )
+            return results.TokenRates(0.0, 0.0, 0.0)
+        num_prompt, num_generated = now.num_prompt - oldest.num_prompt, now.num_generated - oldest.num_generated
+        return results.TokenRates(seconds, num_prompt / seconds, num_generated / seconds)
 
     async def sample_forever(self) -> None:
         while True:

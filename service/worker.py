@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from model.engine.engine import Engine
@@ -20,6 +19,7 @@ from service.metrics import Metrics, RequestTimes
 from service.network_jobs import Work
 from service.network_thread import NetworkThread
 from service.request_stream import RequestStream
+from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -27,31 +27,19 @@ SHORT_TEXT = 1 << 14  # bytes; a text up to this size takes milliseconds; longer
 BYTES_PER_TOKEN = 4  # texts that wait or run may have `max_waiting_tokens` times this many bytes together
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerLimits:
-    """The first `max_running` requests are always admitted.
-
-    Of the others, `max_waiting` may wait, with `max_waiting_tokens` prompt tokens together. Each request has
-    `timeout_seconds`.
-    """
-
-    max_running: int
-    max_waiting: int
-    max_waiting_tokens: int
-    timeout_seconds: float
-
-
 class Worker:
-    """Admits requests up to the limits, runs them, and delivers their outputs.
+    """Admits requests up to the limits of the settings, runs them, and delivers their outputs.
 
     Public methods are called on the event loop's thread.
     """
 
-    def __init__(self, metrics: Metrics, limits: WorkerLimits, buffers: Buffers) -> None:
+    def __init__(self, metrics: Metrics, settings: Settings, buffers: Buffers) -> None:
         self._metrics = metrics
         self._buffers = buffers
-        self._metrics.watch_requests(lambda: self.num_running, lambda: self.num_waiting)
-        self._limits = limits
+        of_all = "including passes and work on texts"
+        metrics.watch("num_requests_running", f"Requests that have started, {of_all}", lambda: self.num_running)
+        metrics.watch("num_requests_waiting", f"Requests that wait, {of_all}", lambda: self.num_waiting)
+        self._settings = settings
         self._streams: dict[str, RequestStream] = {}
         self._jobs_in_flight: set[Future[Any]] = set()  # of the network's thread
         self._on_failure: Callable[[], None] = lambda: None
@@ -60,10 +48,7 @@ class Worker:
         self._is_idle = asyncio.Event()
         self._detached: set[threading.Thread] = set()
         self.network_thread = NetworkThread(self._deliver, self._fail)
-        max_jobs = limits.max_running + limits.max_waiting
-        self.executors = Executors(
-            max_jobs, limits.timeout_seconds, self._note_change, lambda: self.network_thread.has_steps
-        )
+        self.executors = Executors(settings, self._note_change, lambda: self.network_thread.has_steps)
 
     # Called by the rest of the service
 
@@ -84,7 +69,7 @@ class Worker:
         num_tokens = sum(request.params.n * len(request.prompt_ids) for request in requests)
         self.check_room(num_tokens, num_requests=len(requests), in_series=in_series)
         progress = [RequestTimes(num_prompt=len(request.prompt_ids), arrived=arrived) for request in requests]
-        seconds_left = max(0.0, arrived + self._limits.timeout_seconds - time.perf_counter())
+        seconds_left = max(0.0, arrived + self._settings.request_timeout_seconds - time.perf_counter())
         stream = RequestStream(self.network_thread, requests, progress, seconds_left, self._buffers)
         self._streams |= dict.fromkeys(stream.requests, stream)
         self._note_change()
@@ -129,7 +114,7 @@ class Worker:
         Like other requests, the job is counted, limited and cancelled: raises 429 if too much waits, and 503 after the
         timeout or on shutdown.
         """
-        limit = self._limits.max_waiting_tokens * BYTES_PER_TOKEN
+        limit = self._settings.max_waiting_tokens * BYTES_PER_TOKEN
         if num_bytes <= SHORT_TEXT:
             return await self.executors.run("text", job, num_bytes)
         if (held := self.executors.text_bytes) and held + num_bytes > limit:
@@ -188,21 +173,21 @@ class Worker:
     def check_room(self, num_tokens: int, num_requests: int = 1, *, in_series: bool = False) -> None:
         """Raise 429 if requests with `num_tokens` prompt tokens together may not wait, or 503 on shutdown.
 
-        The first `max_running` requests are always admitted. Each choice of a waiting generation counts as one waiting
+        The first `max_num_seqs` requests are always admitted. Each choice of a waiting generation counts as one waiting
         request. Prompt tokens of waiting passes are not counted.
         """
         if self._has_given_up or (self.executors.is_draining and not in_series):
             raise draining()
-        limits = self._limits
-        if self._num_network_admitted < limits.max_running:
+        settings = self._settings
+        if self._num_network_admitted < settings.max_num_seqs:
             return
         num_waiting = self._num_network_admitted - self._num_network_started
         waiting = [stream.requests[id] for id, stream in self._streams.items() if stream.progress[id].started is None]
         num_waiting_tokens = sum(request.params.n * len(request.prompt_ids) for request in waiting)
         num_waiting += sum(request.params.n - 1 for request in waiting)
-        if num_waiting + num_requests > limits.max_waiting:
+        if num_waiting + num_requests > settings.max_waiting_requests:
             raise queue_full(f"{num_waiting} requests are waiting already")
-        if waiting and num_waiting_tokens + num_tokens > limits.max_waiting_tokens:
+        if waiting and num_waiting_tokens + num_tokens > settings.max_waiting_tokens:
             raise queue_full(f"prompts of {num_waiting_tokens} tokens are waiting already")
 
     async def drain(self, grace_seconds: float) -> None:

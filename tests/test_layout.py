@@ -49,7 +49,6 @@ SERVICE_LEVELS = (
     ("service.spans", "service.process_metrics"),
     ("service.settings",),
     ("service.log_format",),
-    ("service.request_ids",),
 )
 # Docstrings begin with an imperative ("Estimate ...") or a noun phrase ("The cost of ..."), not with a question word.
 DOCUMENTED = ("model", "service", "forwardscope", "tests", "deploy")

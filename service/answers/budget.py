@@ -102,6 +102,18 @@ class Budget:
         raise ApiError(413, message, code=f"{what}_too_large")
 
 
+def check_num_tokens(
+    param: str, num_tokens: int, limit: int, job: str = "one pass", option: str = "--max-pass-tokens"
+) -> None:
+    """Raise 413 if a prompt is longer than the limit of a job, which an option of the server sets."""
+    if num_tokens > limit:
+        message = (
+            f"{param}: has {num_tokens} tokens, but {job} takes at most {limit}; shorten the prompt, or start the "
+            f"server with a larger {option}"
+        )
+        raise ApiError(413, message, param=param, code="prompt_too_long")
+
+
 def total(budgets: Sequence[Budget]) -> Budget:
     """The budget of a request with several passes, which run one after the other."""
     return Budget(

@@ -61,7 +61,7 @@ class ChatStream:
         self._readers = readers
         self._hides_reasoning = hides_reasoning
         needs_marks = any(readers) and not generation.params.shows_special
-        self._marks = mark_names(generation.checkpoint.tokenizer) if needs_marks else {}
+        self._marks = mark_names(generation.call.checkpoint.tokenizer) if needs_marks else {}
         self._has_calls = [False] * generation.num_choices
 
     def events(
@@ -80,12 +80,8 @@ class ChatStream:
         traces = None if output.trace is None else [output.trace]
         return self._read(output.index, step.tokens, step.prompt_tokens, traces, step.end)
 
-    async def collect(self) -> list[Choice]:
-        """Wait until every choice has ended. `read_whole` reads one, which may take long."""
-        return await self.generation.collect()
-
     def read_whole(self, choice: Choice) -> ChatOutput:
-        """Read a choice that has ended. Raises 503 if it was cancelled."""
+        """Read a choice that has ended, which may take long. Raises 503 if it was cancelled."""
         assert choice.last is not None
         traces = choice.traces if self.generation.is_traced else None
         return self._read(choice.index, choice.tokens, choice.prompt_tokens, traces, choice.last.end)
@@ -116,10 +112,11 @@ class ChatStream:
         pieces: list[Piece] = []
         num_read = 0
         if isinstance(reader, PieceThinkingReader):
-            while num_read < len(texts) and not reader.is_over:
-                was_thinking = reader.is_thinking
+            thinking = reader.thinking
+            while num_read < len(texts) and not thinking.is_over:
+                was_thinking = thinking.is_thinking
                 pieces += reader.push(texts[num_read])
-                self.num_reasoning += was_thinking or reader.is_thinking
+                self.num_reasoning += was_thinking or thinking.is_thinking
                 num_read += 1
         pieces += reader.push("".join(texts[num_read:]))
         if is_last:

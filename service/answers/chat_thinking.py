@@ -56,24 +56,15 @@ def find_thinking(
 class PieceThinkingReader:
     """Divides a text into its thinking and the pieces of the answer, which `answer_reader` reads; None: all content."""
 
-    def __init__(self, reader: ThinkingReader, answer_reader: PieceReader | None) -> None:
-        self._reader = reader
+    def __init__(self, thinking: ThinkingReader, answer_reader: PieceReader | None) -> None:
+        self.thinking = thinking
         self._answer_reader = answer_reader
 
-    @property
-    def is_thinking(self) -> bool:
-        return self._reader.is_thinking
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the rest of the text is the answer."""
-        return self._reader.is_over
-
     def push(self, text: str) -> Sequence[Piece]:
-        return self._pieces(*self._reader.push(text))
+        return self._pieces(*self.thinking.push(text))
 
     def finish(self) -> Sequence[Piece]:
-        pieces = self._pieces(*self._reader.finish())
+        pieces = self._pieces(*self.thinking.finish())
         return pieces if self._answer_reader is None else [*pieces, *self._answer_reader.finish()]
 
     def _pieces(self, thinking: str, answer: str) -> list[Piece]:

@@ -2,9 +2,7 @@
 
 from functools import partial
 
-from fastapi import Request
-
-from model.checkpoints.load import Checkpoint
+from service.answers.call import ModelCall
 from service.answers.call_forms import form_of
 from service.answers.call_ids import demands_short_ids, new_call_id
 from service.answers.chat_constraints import chat_constraint
@@ -16,45 +14,35 @@ from service.answers.conversations import conversation_ids, find_template
 from service.answers.generation import start_generation
 from service.answers.generation_plan import Inputs, Options
 from service.answers.offered_tools import OfferedTools, read_tools
-from service.answers.openai_answers import check_implemented
 from service.answers.tool_calls import ToolCallParser
 from service.http.errors import invalid, wrong_shape
 from service.http.openai_schemas import ChatRequest
-from service.ignored_fields import is_strict, note_ignored
-from service.state import State, find_adapter
 
 DEFAULT_LARGE_MAX_TOKENS = 1024  # with log-probabilities or a trace for each token
 
 
-async def start_chat(
-    body: ChatRequest,
-    request: Request,
-    state: State,
-    checkpoint: Checkpoint,
-    arrived: float,
-    id_prefix: str = "chatcmpl-",
-) -> ChatStream:
-    """Check a conversation, and begin to generate its answer. `arrived` is as in `Inputs`.
+async def start_chat(body: ChatRequest, call: ModelCall, id_prefix: str) -> ChatStream:
+    """Check a conversation, and begin to generate its answer.
 
     Routes of other protocols convert their body to a `ChatRequest`, and rename the fields in errors with
-    `renamed_params`. Raises the errors of `start_generation`.
+    `RouteCall.renamed`. Raises the errors of `start_generation`.
     """
-    adapter = find_adapter(checkpoint, body.model, body.adapter)
-    check_implemented(body)
+    checkpoint = call.checkpoint
     options = read_options(body, id_prefix)
     template = find_template(checkpoint)
-    tools = find_tools(body, request, state)
+    tools = find_tools(body, call)
     source = template.source_for(with_tools=bool(tools.offered))
     form = form_of(source)
     if tools.enforced and body.stop:
-        body = without_stop(body, request, state)
-    ids = await conversation_ids(body, tools, request, state, checkpoint, template)
+        reason = "cannot be combined with a tool_choice that demands a call; leave out one of them"
+        call.leave_out(["stop"], lambda name: invalid(name, reason))
+        body = body.model_copy(update={"stop": []})  # a stop string could end the text inside the call
+    ids = await conversation_ids(body, tools, call, template)
     thinking = find_thinking(source, ids, body, checkpoint.tokenizer)
-    constraint = await compile_constraint(request, state, chat_constraint(body, tools, form, checkpoint.tokenizer))
+    constraint = await compile_constraint(call, chat_constraint(body, tools, form, checkpoint.tokenizer))
     if constraint is not None and thinking is not None and checkpoint.tokenizer is not None:
         constraint = thinking.constrained(constraint, checkpoint.tokenizer)
-    inputs = Inputs(request, state, checkpoint, arrived, body, options, [ids], constraint, adapter)
-    generation = await start_generation(inputs)
+    generation = await start_generation(Inputs(call, body, options, [ids], constraint))
     functions = {function.name: function.parameters for function in tools.offered}
     new_id = partial(new_call_id, is_short=demands_short_ids(source))
 
@@ -65,21 +53,12 @@ async def start_chat(
     return ChatStream(generation, [new_reader() for _ in range(body.n)], hides_reasoning=not body.include_reasoning)
 
 
-def find_tools(body: ChatRequest, request: Request, state: State) -> OfferedTools:
+def find_tools(body: ChatRequest, call: ModelCall) -> OfferedTools:
     """The tools of a request. Tools of types that nobody here runs are left out, or a 422 if the request is strict."""
     tools = read_tools(body)
-    if is_strict(request.scope, state.settings.strict_fields) and tools.left_out:
-        raise wrong_shape(f"{tools.left_out[0]}.type", "only tools of the type 'function' are known", "literal_error")
-    note_ignored(request.scope, tools.left_out)
+    reason = "only tools of the type 'function' are known"
+    call.leave_out(tools.left_out, lambda place: wrong_shape(f"{place}.type", reason, "literal_error"))
     return tools
-
-
-def without_stop(body: ChatRequest, request: Request, state: State) -> ChatRequest:
-    """The same request without stop strings, which could end the text inside a call that the request demands."""
-    if is_strict(request.scope, state.settings.strict_fields):
-        raise invalid("stop", "cannot be combined with a tool_choice that demands a call; leave out one of them")
-    note_ignored(request.scope, ["stop"])
-    return body.model_copy(update={"stop": []})
 
 
 def read_options(body: ChatRequest, id_prefix: str) -> Options:

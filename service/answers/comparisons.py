@@ -31,21 +31,15 @@ def describe_comparison(found: Found, a: str) -> Comparison:
 
 
 def describe_stage(stage: StageComparison) -> ComparedStage:
-    difference = stage.difference
     return ComparedStage(
+        **vars(stage.difference),
         name=stage.name,
         differs=stage.differs,
-        error=difference.error,
         noise=stage.noise,
         inherited=stage.inherited,
         added=stage.added,
         added_noise=stage.added_noise,
-        max_difference=difference.max_difference,
-        max_index=tuple(difference.max_index),
-        cosine=difference.cosine,
-        scale=difference.scale,
-        mismatches=difference.mismatches,
         layout=stage.layout or None,
-        per_position=None if stage.per_position is None else tuple(stage.per_position),
-        per_head=None if stage.per_head is None else tuple(stage.per_head),
+        per_position=stage.per_position,
+        per_head=stage.per_head,
     )

@@ -4,17 +4,15 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
-from fastapi import Request
-
 from model.errors import InvalidField
 from model.network.ranks import LostRank
 from model.text.constraint import Constraint
 from model.text.grammar.grammars import Grammars, NotRemembered
 from model.text.grammar.process import NeedsMoreTime, NoAnswer
+from service.answers.call import RouteCall
 from service.http.disconnects import unless_disconnected
 from service.http.errors import ApiError, invalid, invalid_field, lost_rank, unexpected, unread_grammar
 from service.http.generate_schemas import StructuredOutputs
-from service.state import State
 
 Compile = Callable[[Grammars], Constraint]
 """Compiles one constraint. Raises `InvalidField` if it is invalid or too expensive, `NeedsMoreTime` if it is slow."""
@@ -37,7 +35,7 @@ def structured_output(asked: StructuredOutputs | None) -> Compile | None:
     return lambda grammars: grammars.grammar(f"{FIELD}.grammar", text)
 
 
-async def compile_constraint(request: Request, state: State, compile_one: Compile | None) -> Constraint | None:
+async def compile_constraint(call: RouteCall, compile_one: Compile | None) -> Constraint | None:
     """Compile a constraint outside of the event loop; None if the request has none.
 
     A slow one is given up after a fraction of a second, and compiled again on a second thread, so that it delays only
@@ -46,10 +44,10 @@ async def compile_constraint(request: Request, state: State, compile_one: Compil
     """
     if compile_one is None:
         return None
-    quick, slow = state.grammars, state.slow_grammars
+    quick, slow, worker = call.state.grammars, call.state.slow_grammars, call.state.worker
     if quick is None or slow is None:
         raise invalid(FIELD, "this checkpoint has no tokenizer.json, so there is no text to constrain", "no_tokenizer")
-    state.worker.check_room(0)  # refuse before the work of compiling, not after it
+    worker.check_room(0)  # refuse before the work of compiling, not after it
 
     def find() -> Constraint | None:
         for grammars in (quick, slow):
@@ -58,14 +56,14 @@ async def compile_constraint(request: Request, state: State, compile_one: Compil
         return None
 
     try:
-        constraint = await state.worker.run_text(find, 0)  # it does not wait for those of others
+        constraint = await worker.run_text(find, 0)  # it does not wait for those of others
         if constraint is None:
             try:
-                run = state.worker.executors.run("grammars", lambda: compile_one(quick))
-                constraint = await unless_disconnected(request, run)
+                run = worker.executors.run("grammars", lambda: compile_one(quick))
+                constraint = await unless_disconnected(call.request, run)
             except NeedsMoreTime:
-                run = state.worker.executors.run("slow-grammars", lambda: compile_one(slow))
-                constraint = await unless_disconnected(request, run)
+                run = worker.executors.run("slow-grammars", lambda: compile_one(slow))
+                constraint = await unless_disconnected(call.request, run)
     except InvalidField as error:
         raise invalid_field(error) from None
     except NoAnswer:

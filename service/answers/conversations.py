@@ -4,24 +4,21 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import Request
-
 from model.checkpoints.load import Checkpoint
 from model.errors import InvalidField
 from model.text.chat_template import ChatTemplate
 from model.text.roles import standard_role
+from service.answers.call import ModelCall
 from service.answers.call_forms import SYSTEM_TOOLS
 from service.answers.call_ids import demands_short_ids, with_short_ids
 from service.answers.json_calls import refuse_constant
 from service.answers.offered_tools import OfferedTools
-from service.answers.openai_answers import check_implemented
 from service.answers.prompts import tokenize
 from service.answers.tools_as_text import in_system_message, without_tools
+from service.http.bodies import check_values, max_values
 from service.http.errors import invalid, invalid_field
-from service.http.json_values import check_values, max_values
-from service.http.openai_schemas import ChatRequest, JsonObject, Message
-from service.ignored_fields import is_strict, note_ignored
-from service.state import State, get_reservation
+from service.http.openai_schemas import ChatRequest, JsonObject, Message, check_implemented
+from service.ignored_fields import note_ignored
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 # Reasoning of earlier answers, which chat templates do not show again, as parts of other APIs.
@@ -42,22 +39,15 @@ def find_template(checkpoint: Checkpoint) -> ChatTemplate:
 
 
 async def conversation_ids(
-    body: ChatRequest,
-    tools: OfferedTools,
-    request: Request,
-    state: State,
-    checkpoint: Checkpoint,
-    template: ChatTemplate,
+    body: ChatRequest, tools: OfferedTools, call: ModelCall, template: ChatTemplate
 ) -> list[int]:
     """The token ids of a conversation. Raises 400 for fields that the chat template refuses.
 
     The messages are read, rendered and tokenized outside of the event loop. Their size is that of the request.
     """
     variables, unused = read_variables(body, template)
-    if is_strict(request.scope, state.settings.strict_fields) and unused:
-        reason = "the chat template of this model does not use it, so it would have no effect; leave it out"
-        raise invalid(unused[0], reason, "unknown_variable")
-    note_ignored(request.scope, unused)
+    reason = "the chat template of this model does not use it, so it would have no effect; leave it out"
+    call.leave_out(unused, lambda name: invalid(name, reason, "unknown_variable"))
     begins_message = body.add_generation_prompt
     if begins_message is None:
         begins_message = not body.continue_final_message
@@ -65,10 +55,10 @@ async def conversation_ids(
         raise invalid("add_generation_prompt", "must be false with continue_final_message, which continues a message")
 
     def encode() -> list[int]:
-        check_arguments(body.messages, max_values(state.settings.max_body_bytes))
+        check_arguments(body.messages, max_values(call.state.settings.max_body_bytes))
         ignored: list[str] = []
         messages = [read_message(message, index, ignored) for index, message in enumerate(body.messages)]
-        note_ignored(request.scope, ignored)
+        note_ignored(call.request.scope, ignored)
         definitions = tools.definitions
         if not template.uses("tools"):
             if template.uses("xml_tools"):  # of SmolLM3
@@ -90,7 +80,7 @@ async def conversation_ids(
                 continue_final_message=body.continue_final_message,
                 variables=variables,
                 allow_special_tokens=body.allow_special_tokens,
-                max_tokens=checkpoint.model.config.max_positions,
+                max_tokens=call.checkpoint.model.config.max_positions,
             )
 
         try:
@@ -98,13 +88,13 @@ async def conversation_ids(
         except InvalidField:
             effort = variables.pop("reasoning_effort", None)  # templates refuse values that they do not know
             if effort is not None and body.reasoning_effort is not None:
-                note_ignored(request.scope, ["reasoning_effort"])
+                note_ignored(call.request.scope, ["reasoning_effort"])
             elif not replace_broken_arguments(messages):
                 raise
             return encode_messages()
 
     try:
-        return await tokenize(encode, get_reservation(request).num_bytes, request, state, checkpoint, "messages")
+        return await tokenize(call, encode, call.reservation.num_bytes, "messages")
     except InvalidField as error:
         raise invalid_field(error) from None
 

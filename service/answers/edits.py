@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from fastapi import Request
 from torch import Tensor
 
 from forwardscope.local_results import describe_edits
@@ -21,13 +20,14 @@ from model.errors import InvalidField
 from model.tracing.edits import BoundEdits, Edit, EditCondition, EditPlan, EditSource, plan_edits
 from model.tracing.edits.declared import scaled
 from service.answers.budget import Budget, pass_bytes
+from service.answers.call import ModelCall
 from service.answers.prompts import prompt_ids
 from service.answers.source_passes import check_sources, run_sources, source_key
 from service.http import edit_schemas as schemas
 from service.http.encoding import to_json
 from service.http.errors import invalid
 from service.request_notes import notes_of
-from service.state import State, get_reservation, run_here_or_on_thread
+from service.state import State
 
 Operand = Tensor | Mapping[str, Tensor]
 Run = tuple[Sequence[int], float | None]
@@ -37,13 +37,7 @@ PLANNED_BYTES = 12  # of a number of a vector in a plan: in float32, and in floa
 MAX_PLANNED_STAGES = 1 << 14  # in the plans of all prompts together; planning them takes about 0.15 seconds
 
 
-async def read_edits(
-    edits: Sequence[schemas.Edit],
-    runs: Sequence[Run],
-    request: Request,
-    state: State,
-    checkpoint: Checkpoint,
-) -> "EditPlanner | None":
+async def read_edits(edits: Sequence[schemas.Edit], runs: Sequence[Run], call: ModelCall) -> "EditPlanner | None":
     """Tokenize the prompts of sources, and find the vectors that edits name. None if there are no edits.
 
     Reserves the memory for the vectors of the plans of all runs; raises 429 if there is no room.
@@ -61,13 +55,13 @@ async def read_edits(
             given = {param: source.prompt}
             if source.prompts is not None:
                 given = {f"{param}s.{i}": prompt for i, prompt in enumerate(source.prompts)}
-            sources[index] = [await prompt_ids(request, state, checkpoint, given[each], each) for each in given]
+            sources[index] = [await prompt_ids(call, given[each], each) for each in given]
         for name, vector in operands_of(edit, f"edits.{index}").items():
             if isinstance(vector, str):
-                named[name] = state.vectors.find(vector, name)
-    planner = EditPlanner(edits, sources, named, checkpoint)
+                named[name] = call.state.vectors.find(vector, name)
+    planner = EditPlanner(edits, sources, named, call.checkpoint)
     num_plans = len({planner.key(ids, len(ids), scale) for ids, scale in runs})
-    get_reservation(request).reserve(num_plans * planner.num_operand_bytes)
+    call.reservation.reserve(num_plans * planner.num_operand_bytes)
     return planner
 
 
@@ -96,7 +90,7 @@ class EditPlanner:
 
     @property
     def num_checks(self) -> int:
-        """An estimate of the time that one plan takes (see `run_here_or_on_thread`)."""
+        """An estimate of the time that one plan takes (see `RouteCall.run_here_or_on_thread`)."""
         return len(self._bodies) + self.num_operand_bytes // BYTES_PER_CHECK
 
     @property
@@ -175,27 +169,21 @@ class EditPlanner:
 
 
 async def bind_edits(
-    plans: Sequence[EditPlan],
-    request: Request,
-    state: State,
-    checkpoint: Checkpoint,
-    adapter: str | None,
-    arrived: float,
-    max_step_tokens: int | None = None,
+    plans: Sequence[EditPlan], call: ModelCall, max_step_tokens: int | None = None
 ) -> list[BoundEdits]:
     """Bind the edits of each plan. Only means and patches need passes (source_passes.py).
 
     The edited passes compute at most `max_step_tokens` positions at a time. Equal plans and equal passes are computed
     once. Raises 413 if a pass is too large, and the errors of `run_sources`.
     """
-    notes_of(request.scope).is_edited = True
+    notes_of(call.request.scope).is_edited = True
     sources = {source_key(each): each for plan in plans for each in plan.sources}
-    check_scores(plans, state, checkpoint, max_step_tokens)
-    check_sources(sources.values(), state, checkpoint)
+    check_scores(plans, call, max_step_tokens)
+    check_sources(sources.values(), call)
     distinct = list({id(plan): plan for plan in plans}.values())
     num_source_bytes = PLANNED_BYTES * sum(plan.num_source_values for plan in distinct)
-    get_reservation(request).reserve(num_source_bytes)
-    values = await run_sources(sources, request, state, checkpoint, adapter, arrived)
+    call.reservation.reserve(num_source_bytes)
+    values = await run_sources(sources, call)
 
     def bind() -> list[BoundEdits]:
         bound = {id(plan): plan.bind([values[source_key(each)] for each in plan.sources]) for plan in plans}
@@ -204,16 +192,16 @@ async def bind_edits(
         return [bound[id(plan)] for plan in plans]
 
     num_bytes = num_source_bytes + sum(plan.digest_bytes for plan in distinct)
-    return await run_here_or_on_thread(state, num_bytes // BYTES_PER_CHECK, bind)
+    return await call.run_here_or_on_thread(num_bytes // BYTES_PER_CHECK, bind)
 
 
-def check_scores(plans: Sequence[EditPlan], state: State, checkpoint: Checkpoint, max_step_tokens: int | None) -> None:
+def check_scores(plans: Sequence[EditPlan], call: ModelCall, max_step_tokens: int | None) -> None:
     """Raise 413 if the attention scores of an edited pass are too large."""
-    num_heads = checkpoint.model.config.num_heads
-    num_scores = max((plan.num_scores(num_heads, max_step_tokens) for plan in plans), default=0)
-    itemsize = torch.promote_types(checkpoint.model.embed.weight.dtype, torch.float32).itemsize
+    model = call.checkpoint.model
+    num_scores = max((plan.num_scores(model.config.num_heads, max_step_tokens) for plan in plans), default=0)
+    itemsize = torch.promote_types(model.embed.weight.dtype, torch.float32).itemsize
     num_bytes = 2 * pass_bytes(num_logits=0, num_scores=num_scores, itemsize=itemsize)  # before and after the edits
-    Budget(0, num_bytes, "the edits of scores and patterns, the prompt or max_tokens").check(state)
+    Budget(0, num_bytes, "the edits of scores and patterns, the prompt or max_tokens").check(call.state)
 
 
 def operands_of(body: schemas.Edit, field: str) -> dict[str, Any]:
@@ -267,6 +255,6 @@ def check_baseline(baseline: bool, edits: Sequence[schemas.Edit]) -> None:
         raise invalid("baseline", "compares with the run without edits, but there are no edits; send edits")
 
 
-def answer_bytes(plan: EditPlan) -> int:
+def answer_bytes(plan: EditPlan | None) -> int:
     """The bytes of `edits` in an answer."""
-    return len(to_json(describe_edits(plan)))
+    return 0 if plan is None else len(to_json(describe_edits(plan)))

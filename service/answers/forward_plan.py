@@ -3,15 +3,17 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from model.checkpoints.load import DTYPES
 from model.network.joint_passes import cost_of
 from model.tracing.selection import Selection
+from model.tracing.stages import Stage
 from model.worked_examples import WorkedExample
 from service.answers.budget import Budget, ResponseContents, pass_bytes
-from service.answers.edits import check_baseline
+from service.answers.edits import answer_bytes, check_baseline
 from service.answers.prompt_passes import PromptPlan
 from service.answers.prompts import check_ids, check_indices, find_positions, param_of
 from service.answers.stage_answers import select_stages
@@ -53,6 +55,34 @@ class ForwardPlan(PromptPlan):
         example = self.subject.example
         return example if example is not None and self.ids == example.prompt_ids else None
 
+    def make_budget(self) -> Budget:
+        """Bound the answer and the largest tensors of the pass, from shapes alone."""
+        selection, subject, sizes = self.selection, self.subject, self.sizes
+        num_runs = 2 if self.has_baseline else 1
+        computed_dtype = torch.promote_types(subject.dtype, torch.float32)
+        # For each position, its token with its loss; for each selected one, its predictions and the object around them.
+        num_predictions = len(self.ids) + len(self.rows) * (self.top_k + 1)
+        has_values, has_scores = selection.detail == "values", any("key" in stage.dims for stage in selection.stages)
+        num_values = sum(math.prod(selection.shape(stage, sizes)) for stage in selection.stages)
+        contents = ResponseContents(
+            num_records=1 + len(selection.stages) * (2 if self.has_baseline else 1),  # stages, and their changes
+            num_predictions=num_predictions,
+            token_bytes=subject.longest_token_bytes,
+            num_values=num_values if has_values else 0,
+            dtype=self.dtype or computed_dtype,
+            encoding=self.encoding,
+            extra_bytes=answer_bytes(self.edit_plan) if subject.example is None else PUBLISHED_BYTES,
+            num_choices=num_runs,
+        )
+        largest_tensors = pass_bytes(
+            num_logits=sizes["position"] * sizes["d_vocab"],
+            num_scores=sizes["head"] * sizes["query"] * sizes["key"] if has_scores else 0,
+            itemsize=computed_dtype.itemsize,
+        )
+        if self.has_baseline:  # the stages of both passes are held, to be compared
+            largest_tensors += num_runs * num_values * computed_dtype.itemsize
+        return Budget(contents.num_bytes, largest_tensors, "stages, positions, heads, detail, top_k or the prompt")
+
 
 class ForwardPlanner:
     """Checks a request against the network that it will run on. Raises 400 for a wrong field."""
@@ -63,12 +93,16 @@ class ForwardPlanner:
         if as_safetensors and body.encoding == "base64":
             raise invalid("encoding", "base64 is for JSON answers; leave the field out to get safetensors")
         check_baseline(body.baseline, body.edits)
-        self._stages = select_stages(subject.stages, body.stages, "stages")
         self._targets = split_targets(body, num_prompts, is_list)
-        self._body, self._is_list, self._as_safetensors = body, is_list, as_safetensors
+        self._body, self._subject, self._is_list, self._as_safetensors = body, subject, is_list, as_safetensors
+
+    @cached_property
+    def _stages(self) -> list[Stage]:
+        """The selected stages, found by the first plan, because many globs take long."""
+        return select_stages(self._subject.stages, self._body.stages, "stages")
 
     def plan(self, index: int, prompt: PromptPlan) -> ForwardPlan:
-        body, subject, num_tokens = self._body, prompt.subject, len(prompt.ids)
+        body, subject, num_tokens = self._body, self._subject, len(prompt.ids)
         sizes = subject.sizes(num_tokens)
         param = param_of("targets", index, self._is_list)
         targets = find_targets(self._targets[index], subject, prompt.ids, param)
@@ -87,35 +121,6 @@ class ForwardPlanner:
             encoding="safetensors" if self._as_safetensors else body.encoding,
             has_baseline=body.baseline,
         )
-
-    @staticmethod
-    def make_budget(plan: ForwardPlan) -> Budget:
-        """Bound the answer and the largest tensors of the pass, from shapes alone."""
-        selection, subject, sizes = plan.selection, plan.subject, plan.sizes
-        num_runs = 2 if plan.has_baseline else 1
-        computed_dtype = torch.promote_types(subject.dtype, torch.float32)
-        # For each position, its token with its loss; for each selected one, its predictions and the object around them.
-        num_predictions = len(plan.ids) + len(plan.rows) * (plan.top_k + 1)
-        has_values, has_scores = selection.detail == "values", any("key" in stage.dims for stage in selection.stages)
-        num_values = sum(math.prod(selection.shape(stage, sizes)) for stage in selection.stages)
-        contents = ResponseContents(
-            num_records=1 + len(selection.stages) * (2 if plan.has_baseline else 1),  # stages, and their changes
-            num_predictions=num_predictions,
-            token_bytes=subject.longest_token_bytes,
-            num_values=num_values if has_values else 0,
-            dtype=plan.dtype or computed_dtype,
-            encoding=plan.encoding,
-            extra_bytes=plan.edits_bytes if subject.example is None else PUBLISHED_BYTES,
-            num_choices=num_runs,
-        )
-        largest_tensors = pass_bytes(
-            num_logits=sizes["position"] * sizes["d_vocab"],
-            num_scores=sizes["head"] * sizes["query"] * sizes["key"] if has_scores else 0,
-            itemsize=computed_dtype.itemsize,
-        )
-        if plan.has_baseline:  # the stages of both passes are held, to be compared
-            largest_tensors += num_runs * num_values * computed_dtype.itemsize
-        return Budget(contents.num_bytes, largest_tensors, "stages, positions, heads, detail, top_k or the prompt")
 
 
 def split_targets(body: ForwardRequest, num_prompts: int, is_list: bool) -> list[list[int | None] | None]:

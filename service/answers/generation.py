@@ -12,32 +12,28 @@ from functools import partial
 from typing import Any
 
 import orjson
-from fastapi import Request, Response
+from fastapi import Response
 
 from forwardscope.local_results import describe_edits
 from forwardscope.results.generations import GenerationTimings
 from forwardscope.results.passes import AppliedEdit
 from model.engine.request import Output
-from model.engine.step_tracer import StepTrace
 from model.errors import InvalidField
 from model.network.ranks import LostRank
 from model.text.sampling import NoFiniteMaximum
 from model.text.transcript import TokenOutput
 from service.answers.constraints import generation_error
 from service.answers.generation_plan import GenerationPlan, Inputs, plan_generation
-from service.answers.giving_way import give_way
 from service.answers.prompts import token_text
-from service.answers.request_phases import GenerationReport, add_generation
-from service.answers.step_trace_answers import TracePlan, trace_answer
-from service.http.access_log import note_tokens
-from service.http.chunk_writer import ChunkWriter
+from service.answers.request_phases import TraceTimes, add_generation
+from service.answers.step_trace_answers import trace_answer
 from service.http.disconnects import unless_disconnected
-from service.http.encoding import to_json
+from service.http.encoding import Encoding, to_json
 from service.http.errors import ApiError, unexpected
+from service.http.http_parser import ChunkWriter
 from service.http.sse import DONE, error_content, error_event
 from service.request_notes import notes_of, recorded_span
 from service.request_stream import RequestStream
-from service.state import get_reservation
 
 logger = logging.getLogger(__name__)
 WriteError = Callable[[dict[str, Any]], bytes]
@@ -57,29 +53,26 @@ class Generation:
     """The running requests of one HTTP request, with the `stream` of their outputs. The caller must call `close`."""
 
     def __init__(self, plan: GenerationPlan, inputs: Inputs, stream: RequestStream) -> None:
-        request, checkpoint = inputs.request, inputs.checkpoint
+        self.call = call = inputs.call
         self.id = plan.id
-        self.arrived = inputs.arrived
         self.params = plan.requests[0].params
         self.prompts = [request.prompt_ids for request in plan.requests]
         self.num_choices = len(plan.requests) * self.params.n
-        self.is_traced = plan.trace is not None
+        self.is_traced = inputs.body.trace is not None
         self.edits = [request.edits for request in plan.requests]
         self._edit_plans = plan.edit_plans
         self.num_cached = 0  # prompt tokens that other requests had computed
-        self.checkpoint = checkpoint
-        self.model_name = plan.requests[0].adapter or checkpoint.name
+        self.model_name = call.adapter or call.checkpoint.name
         self._num_generated = [0] * self.num_choices  # tokens of each choice so far
-        self._request = request
-        self.text_of = partial(token_text, checkpoint)
-        self._state = inputs.state
-        self._trace_plan = plan.trace
+        self.text_of = partial(token_text, call.checkpoint)
+        self._encoding: Encoding = "json" if inputs.body.trace is None else inputs.body.trace.encoding
         self._first_choice = {request.id: i * self.params.n for i, request in enumerate(plan.requests)}
-        self._reservation = get_reservation(request)
         self._reserved = plan.reserved_bytes
-        self._report = GenerationReport(
-            plan.id, self.model_name, self.params, self.num_prompt, self.num_choices, inputs.options.is_chat
-        )
+        # For the span of the request:
+        self.is_chat = inputs.options.is_chat
+        self.finish_reasons: dict[int, str] = {}  # of the choices that have ended, by their indices
+        self.error_code: str | None = None  # of the error that ended a choice
+        self.trace_times = TraceTimes()
         self._is_closed = False
         self._stream = stream
 
@@ -97,18 +90,13 @@ class Generation:
         """Describe what the edits of a choice matched."""
         return describe_edits(self._edit_plans[index // self.params.n])
 
-    @property
-    def timeout_seconds(self) -> float:
-        return self._state.settings.request_timeout_seconds
-
     def close(self) -> None:
         """Cancel the choices that have not ended. Also called when the client disconnects."""
         self._stream.close()
-        note_tokens(self._request, self.num_prompt, self.num_generated)
-        span = recorded_span(self._request.scope)
+        self.call.note_tokens(self.num_prompt, self.num_generated)
+        span = recorded_span(self.call.request.scope)
         if span is not None and not self._is_closed:
-            self._report.num_generated, self._report.num_cached = self.num_generated, self.num_cached
-            add_generation(span, self._report, list(self._stream.progress.values()), time.perf_counter())
+            add_generation(span, self, list(self._stream.progress.values()), time.perf_counter())
         self._is_closed = True
 
     async def batches(self) -> AsyncIterator[list[ChoiceOutput]]:
@@ -129,34 +117,33 @@ class Generation:
         if output.error is not None and not isinstance(output.error, (InvalidField, LostRank)):
             logger.error("generation %s failed", self.id, exc_info=output.error)
         if output.error is not None:
-            self._report.error = generation_error(output.error).code
+            self.error_code = generation_error(output.error).code
         if output.end is not None:
-            self._report.finish_reasons[index] = output.end.finish_reason
+            self.finish_reasons[index] = output.end.finish_reason
         self._num_generated[index] = output.num_generated
         if output.end is not None and output.choice == 0:
             self.num_cached += output.num_cached
         return ChoiceOutput(index, output, trace)
 
     async def _encode_trace(self, output: Output) -> orjson.Fragment | None:
-        trace, plan = output.trace, self._trace_plan
-        if trace is None or plan is None:
+        trace = output.trace
+        if trace is None or not self.is_traced:
             return None
-        encode = partial(self._timed_encoding, trace, plan)
-        content, seconds = await self._state.worker.executors.run_uncounted("answers", encode)
-        self._state.metrics.trace_bytes.inc(len(content))
-        times = self._report.trace
+
+        def encode() -> tuple[bytes, float]:
+            began = time.perf_counter()
+            return to_json(trace_answer(trace, self._encoding, self.text_of)), time.perf_counter() - began
+
+        content, seconds = await self.call.state.worker.executors.run_uncounted("answers", encode)
+        self.call.state.metrics.trace_bytes.inc(len(content))
+        times = self.trace_times
         times.step_seconds += output.trace_seconds
         times.encoding_seconds += seconds
         times.num_steps += 1
         times.num_bytes += len(content)
         times.ended = time.perf_counter()
-        await give_way(self._state, seconds, num_own=1)  # others wait for Python while a trace is encoded
+        await self.call.give_way(seconds, num_own=1)  # others wait for Python while a trace is encoded
         return orjson.Fragment(content)
-
-    def _timed_encoding(self, trace: StepTrace, plan: TracePlan) -> tuple[bytes, float]:
-        """The trace of a step as JSON, and the seconds that its encoding took."""
-        began = time.perf_counter()
-        return to_json(trace_answer(trace, plan, self.text_of)), time.perf_counter() - began
 
     async def collect(self) -> list["Choice"]:
         """Wait until every choice has ended. Raises 500 if one of them fails, or 400 if the request is the reason."""
@@ -173,9 +160,26 @@ class Generation:
 
         Other requests continue meanwhile: an answer with many choices takes a while.
         """
-        content = await self._state.worker.executors.run_uncounted("answers", lambda: to_json(write()))
-        self._reservation.count(len(content) - self._reserved)
+        content = await self.call.state.worker.executors.run_uncounted("answers", lambda: to_json(write()))
+        self.call.reservation.count(len(content) - self._reserved)
         return content
+
+    async def respond(self, describe: Callable[[list["Choice"]], Any]) -> Response:
+        """Wait until every choice has ended, and respond with what `describe` makes of the choices."""
+
+        async def answer() -> bytes:
+            choices = await self.collect()
+            return await self.encode(lambda: describe(choices))
+
+        return await self.respond_with(answer())
+
+    async def respond_with(self, answer: Coroutine[Any, Any, bytes]) -> Response:
+        """Respond with an answer that is not streamed, and close the generation, also if the client disconnects."""
+        try:
+            content = await unless_disconnected(self.call.request, answer)
+        finally:
+            self.close()
+        return Response(content, media_type="application/json")
 
     async def events(
         self,
@@ -196,7 +200,7 @@ class Generation:
             content = error_content(notes, generation_error(output.result.error))
             return write_error({"id": self.id, "choice": output.index} | content)
 
-        notes = notes_of(self._request.scope)
+        notes = notes_of(self.call.request.scope)
         if notes.chunk_writer is not None:
             self._stream.write_directly_with(partial(self._write_directly, notes.chunk_writer, events_of))
         try:
@@ -223,7 +227,7 @@ class Generation:
             return True
         except Exception:  # a bug; `batches` yields the output again, and `events` reports the error
             # The worker calls this outside of the request's task.
-            extra = {"request_ids": notes_of(self._request.scope).ids}
+            extra = {"request_ids": notes_of(self.call.request.scope).ids}
             logger.exception("an event of generation %s was not written at once", self.id, extra=extra)
             return False
 
@@ -240,17 +244,8 @@ async def start_generation(inputs: Inputs) -> Generation:
     shutdown.
     """
     plan = await plan_generation(inputs)
-    get_reservation(inputs.request).reserve(plan.reserved_bytes)
-    return Generation(plan, inputs, inputs.state.worker.admit(plan.requests, inputs.arrived))
-
-
-async def whole_answer(request: Request, generation: Generation, answer: Coroutine[Any, Any, bytes]) -> Response:
-    """Wait for an answer that is not streamed, and close the generation, also if the client disconnects."""
-    try:
-        content = await unless_disconnected(request, answer)
-    finally:
-        generation.close()
-    return Response(content, media_type="application/json")
+    inputs.call.reservation.reserve(plan.reserved_bytes)
+    return Generation(plan, inputs, inputs.call.state.worker.admit(plan.requests, inputs.call.arrived))
 
 
 class Choice:

@@ -12,21 +12,20 @@ from forwardscope.local_results import describe_changes
 from forwardscope.results.passes import StageChange
 from forwardscope.results.records import Named
 from model.analysis.edit_changes import residuals
-from model.checkpoints.load import Checkpoint
 from model.tracing.edits import BoundEdits
 from model.tracing.stages import last_residuals
 from service.answers.budget import Budget, ResponseContents
+from service.answers.call import ModelCall
 from service.answers.source_passes import run_jobs, stage_bytes
 from service.answers.subject import adapted_network
 from service.http.errors import ApiError
-from service.state import State
 
 FIELDS = "baseline, prompt, n or max_tokens"
 
 
-def make_changes_budget(state: State, checkpoint: Checkpoint, num_positions: int, num_choices: int) -> Budget:
+def make_changes_budget(call: ModelCall, num_positions: int, num_choices: int) -> Budget:
     """Bound the changes in the answer, and the stages of the two passes. Raises 413 for too long passes."""
-    limit = state.settings.max_pass_tokens
+    limit, checkpoint = call.state.settings.max_pass_tokens, call.checkpoint
     if num_positions > limit:
         message = (
             f"baseline: prompt and max_tokens have up to {num_positions} positions, but one pass takes at most {limit};"
@@ -38,10 +37,8 @@ def make_changes_budget(state: State, checkpoint: Checkpoint, num_positions: int
     return Budget(contents.num_bytes, 2 * stage_bytes(stages, num_positions, checkpoint), FIELDS)
 
 
-async def changes_answer(
-    state: State, checkpoint: Checkpoint, adapter: str | None, edits: BoundEdits, ids: Sequence[int], arrived: float
-) -> Named[StageChange]:
+async def changes_answer(call: ModelCall, edits: BoundEdits, ids: Sequence[int]) -> Named[StageChange]:
     """Describe the changes of one choice, whose computed positions have the tokens `ids`."""
-    run = partial(residuals, adapted_network(checkpoint, adapter), checkpoint.model.config, ids)
-    plain, edited = await run_jobs(state, [run, partial(run, edits=edits)], arrived)
+    run = partial(residuals, adapted_network(call.checkpoint, call.adapter), call.checkpoint.model.config, ids)
+    plain, edited = await run_jobs(call, [run, partial(run, edits=edits)])
     return describe_changes(plain, edited)

@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from fastapi import Request
-
 from model.checkpoints.load import Checkpoint
 from model.engine.request import Request as EngineRequest
 from model.engine.trace_params import TraceParams
@@ -21,16 +19,17 @@ from model.text.token_rules import TokenRules
 from model.text.transcript import GenerationParams
 from model.tracing.edits import EditPlan
 from service.answers.budget import Budget, total
+from service.answers.call import ModelCall
 from service.answers.edits import EditPlanner, answer_bytes, bind_edits, read_edits
 from service.answers.generation_budget import make_budget
 from service.answers.generation_changes import make_changes_budget
 from service.answers.pooling import Pooling
 from service.answers.prompts import check_ids, param_of
-from service.answers.step_trace_answers import TracePlan, plan_trace, traced_stages
+from service.answers.step_trace_answers import plan_trace, traced_stages
 from service.http.errors import invalid, invalid_field
 from service.http.generate_schemas import GenerationRequest
 from service.request_notes import notes_of
-from service.state import State, get_engine, run_here_or_on_thread
+from service.state import State, get_engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +46,8 @@ class Options:
 
     id_prefix: str
     max_tokens: int | None
-    default_max_tokens: int | None
-    n: int
+    default_max_tokens: int | None = None
+    n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
@@ -61,20 +60,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A request to generate, as its route has read it. `options` have the final word over fields of `body`.
+    """A request to generate, as its route has read it. `options` have the final word over fields of `body`."""
 
-    The route began, after the body was read, at `arrived`, in seconds of `time.perf_counter`.
-    """
-
-    request: Request
-    state: State
-    checkpoint: Checkpoint
-    arrived: float
+    call: ModelCall
     body: GenerationRequest
     options: Options
     prompts: Sequence[list[int]]
     constraint: Constraint | None
-    adapter: str | None
     scales: Sequence[float] | None = None  # of the edits, one for each prompt
 
 
@@ -88,7 +80,6 @@ class GenerationPlan:
     id: str
     requests: list[EngineRequest]
     edit_plans: list[EditPlan | None]
-    trace: TracePlan | None
     budget: Budget
     reserved_bytes: int  # reserved before the start; 0 for a stream, whose outputs are counted while they are unread
 
@@ -98,20 +89,17 @@ async def plan_generation(inputs: Inputs) -> GenerationPlan:
 
     Raises 400 for a wrong field, and 413 for an answer that would be too large.
     """
-    request, state, checkpoint = inputs.request, inputs.state, inputs.checkpoint
+    call = inputs.call
     scales: Sequence[float | None] = inputs.scales or [None] * len(inputs.prompts)
     runs = list(zip(inputs.prompts, scales, strict=True))
-    edit_planner = await read_edits(inputs.body.edits, runs, request, state, checkpoint)
+    edit_planner = await read_edits(inputs.body.edits, runs, call)
     num_strings = num_preparations(inputs.body, len(inputs.prompts), edit_planner)
-    plan = await run_here_or_on_thread(state, num_strings, lambda: make_plan(inputs, edit_planner))
-    plan.budget.check(state)
+    plan = await call.run_here_or_on_thread(num_strings, lambda: make_plan(inputs, edit_planner))
+    plan.budget.check(call.state)
     edit_plans = [each for each in plan.edit_plans if each is not None]
     if not edit_plans:
         return plan
-    max_step_tokens = get_engine(state).config.max_step_tokens
-    bound = iter(
-        await bind_edits(edit_plans, request, state, checkpoint, inputs.adapter, inputs.arrived, max_step_tokens)
-    )
+    bound = iter(await bind_edits(edit_plans, call, get_engine(call.state).config.max_step_tokens))
     requests = [
         each if edit_plan is None else replace(each, edits=next(bound))
         for each, edit_plan in zip(plan.requests, plan.edit_plans, strict=True)
@@ -129,14 +117,16 @@ def num_preparations(body: GenerationRequest, num_prompts: int, edit_planner: Ed
 
 def make_plan(inputs: Inputs, edit_planner: EditPlanner | None) -> GenerationPlan:
     """Check a request against the checkpoint and the settings. Raises 400 for a wrong field."""
-    options, state, checkpoint = inputs.options, inputs.state, inputs.checkpoint
-    check_num_sequences(options, state, len(inputs.prompts), "prompts" if inputs.scales is None else "scales")
+    options = inputs.options
+    check_num_sequences(
+        options, inputs.call.state, len(inputs.prompts), "prompts" if inputs.scales is None else "scales"
+    )
     prompts = PromptPlanner(inputs, edit_planner)
     plans = [prompts.plan(index, ids) for index, ids in enumerate(inputs.prompts)]
     budgets = [each.budget for each in plans]
     if options.baseline:
         plans.append(prompts.baseline(plans[0]))
-        budgets += plans[-1].budget, make_changes_budget(state, checkpoint, plans[0].num_positions, options.n)
+        budgets += plans[-1].budget, make_changes_budget(inputs.call, plans[0].num_positions, options.n)
     budget = total(budgets)
     edit_plans = [each.edit_plan for each in plans]
     uses = Counter(each for each in edit_plans if each is not None)  # prompts of one length share a plan
@@ -146,7 +136,6 @@ def make_plan(inputs: Inputs, edit_planner: EditPlanner | None) -> GenerationPla
         prompts.id,
         [each.request for each in plans],
         edit_plans,
-        plans[0].trace,
         budget,
         0 if inputs.body.stream else budget.response_bytes,
     )
@@ -158,7 +147,6 @@ class PlannedPrompt:
 
     request: EngineRequest
     edit_plan: EditPlan | None
-    trace: TracePlan | None
     budget: Budget
     num_positions: int
 
@@ -167,14 +155,15 @@ class PromptPlanner:
     """Plans the prompts of a request. Prompts of one length share their trace and their budget."""
 
     def __init__(self, inputs: Inputs, edit_planner: EditPlanner | None) -> None:
-        trace, checkpoint = inputs.body.trace, inputs.checkpoint
+        trace = inputs.body.trace
         self.id = f"{inputs.options.id_prefix}{uuid.uuid4().hex}"
         self._inputs = inputs
         self._edit_planner = edit_planner
-        self._engine = get_engine(inputs.state)
-        self._stages = [] if trace is None else traced_stages(trace, checkpoint)
+        self._call = inputs.call
+        self._engine = get_engine(inputs.call.state)
+        self._stages = [] if trace is None else traced_stages(trace, inputs.call.checkpoint)
         self._params = read_params(inputs)
-        self._traces: dict[int, TracePlan] = {}  # by the length of the prompt
+        self._traces: dict[int, TraceParams] = {}  # by the length of the prompt
         self._budgets: dict[int, Budget] = {}  # likewise
 
     def plan(self, index: int, ids: list[int]) -> PlannedPrompt:
@@ -182,7 +171,7 @@ class PromptPlanner:
         inputs, options, is_list = self._inputs, self._inputs.options, len(self._inputs.prompts) > 1
         param = param_of(options.field_names.get("prompt", "prompt"), index, is_list and inputs.scales is None)
         try:
-            most = find_max_tokens(options, inputs.state, inputs.checkpoint, len(ids))
+            most = find_max_tokens(options, self._call, len(ids))
             params = self._params.with_max_tokens(most)
             num_positions = len(ids) + max(most, 1) - 1
             trace = self._trace(len(ids), num_positions)
@@ -190,12 +179,12 @@ class PromptPlanner:
                 id=f"{self.id}-{index}" if is_list else self.id,
                 prompt_ids=ids,
                 params=params,
-                trace=self._trace_params(trace, len(ids)),
+                trace=trace if options.pooling is None else options.pooling.trace_params(len(ids)),
                 cache_salt=inputs.body.cache_salt,
-                adapter=inputs.adapter,
+                adapter=self._call.adapter,
                 owner=self.id,
                 prefix_leader=f"{self.id}-0" if options.num_shared and index else None,
-                tap=notes_of(inputs.request.scope).hooks,  # None over HTTP
+                tap=notes_of(self._call.request.scope).hooks,  # None over HTTP
             )
             self._engine.check(request)
         except InvalidField as error:
@@ -206,33 +195,29 @@ class PromptPlanner:
             scale = None if inputs.scales is None else inputs.scales[index]
             edit_plan = self._edit_planner.plan(ids[: options.num_shared or None], num_positions, param, scale)
         if len(ids) not in self._budgets:
-            self._budgets[len(ids)] = self._budget(request, trace)
-        return PlannedPrompt(request, edit_plan, trace, self._budgets[len(ids)], num_positions)
+            self._budgets[len(ids)] = self._budget(request)
+        return PlannedPrompt(request, edit_plan, self._budgets[len(ids)], num_positions)
 
     def baseline(self, plan: PlannedPrompt) -> PlannedPrompt:
         """The plan for the same prompt without edits and trace."""
         request = replace(plan.request, id=f"{self.id}-baseline", trace=None)
-        return PlannedPrompt(request, None, None, self._budget(request, None), plan.num_positions)
+        return PlannedPrompt(request, None, self._budget(request), plan.num_positions)
 
-    def _trace(self, num_prompt: int, num_positions: int) -> TracePlan | None:
+    def _trace(self, num_prompt: int, num_positions: int) -> TraceParams | None:
         options = self._inputs.body.trace
         if options is None:
             return None
         if num_prompt not in self._traces:
-            checkpoint = self._inputs.checkpoint
+            checkpoint = self._call.checkpoint
             self._traces[num_prompt] = plan_trace(options, self._stages, checkpoint, num_positions, num_prompt)
         return self._traces[num_prompt]
 
-    def _trace_params(self, trace: TracePlan | None, num_prompt: int) -> TraceParams | None:
+    def _budget(self, request: EngineRequest) -> Budget:
+        max_step_tokens = self._engine.config.max_step_tokens
         if self._inputs.options.pooling is not None:
-            return self._inputs.options.pooling.trace_params(num_prompt)
-        return None if trace is None else trace.params
-
-    def _budget(self, request: EngineRequest, trace: TracePlan | None) -> Budget:
-        if self._inputs.options.pooling is not None:
-            return self._inputs.options.pooling.make_budget(self._engine.config.max_step_tokens)
-        num_prompt, max_step_tokens = len(request.prompt_ids), self._engine.config.max_step_tokens
-        return make_budget(trace, request.params, self._inputs.checkpoint, num_prompt, max_step_tokens)
+            return self._inputs.options.pooling.make_budget(max_step_tokens)
+        encoding = "json" if self._inputs.body.trace is None else self._inputs.body.trace.encoding
+        return make_budget(request, encoding, self._call.checkpoint, max_step_tokens)
 
 
 def check_num_sequences(options: Options, state: State, num_prompts: int, kind: str) -> None:
@@ -250,11 +235,11 @@ def check_num_sequences(options: Options, state: State, num_prompts: int, kind: 
         raise invalid(name, f"{reason} that one request may have; send several requests")
 
 
-def find_max_tokens(options: Options, state: State, checkpoint: Checkpoint, num_prompt: int) -> int:
+def find_max_tokens(options: Options, call: ModelCall, num_prompt: int) -> int:
     """The maximum number of new tokens after a prompt: that of the request, or the default if there is room for it."""
     if options.max_tokens is not None:
         return options.max_tokens
-    limit = min(checkpoint.model.config.max_positions, get_engine(state).num_cache_tokens)
+    limit = min(call.checkpoint.model.config.max_positions, get_engine(call.state).num_cache_tokens)
     room = max(1, limit - num_prompt)
     return room if options.default_max_tokens is None else min(options.default_max_tokens, room)
 
@@ -264,7 +249,7 @@ def read_params(inputs: Inputs) -> GenerationParams:
 
     Raises 400 for a wrong one.
     """
-    body, options, checkpoint = inputs.body, inputs.options, inputs.checkpoint
+    body, options, checkpoint = inputs.body, inputs.options, inputs.call.checkpoint
     config = checkpoint.model.config
     check_ids(body.stop_token_ids, config.vocab_size, "stop_token_ids")
     sampling = dict(checkpoint.generation.sampling) | {

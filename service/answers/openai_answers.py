@@ -1,6 +1,6 @@
 """Parts of answers that both OpenAI routes have: usage, token strings, and the log-probabilities of a prompt."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import orjson
@@ -16,22 +16,8 @@ from model.text.sampling import TokenLogprobs
 from model.text.tokenizer import REPLACEMENT, Tokenizer
 from model.text.transcript import End, TokenOutput
 from service.answers.generation import Generation
-from service.http.errors import draining, invalid, timed_out
-from service.http.openai_schemas import Nullable, OpenAIRequest
-
-
-def check_implemented(body: Nullable, where: str = "") -> None:
-    """Raise 400 for the first field that is not implemented and has no neutral value."""
-    for name, field in type(body).model_fields.items():
-        extra = field.json_schema_extra
-        if isinstance(extra, Mapping) and "neutral" in extra:
-            value, neutral = getattr(body, name), extra["neutral"]
-            assert isinstance(neutral, list)
-            if value is not None and not any(type(value) is type(each) and value == each for each in neutral):
-                accepted = f"; accepted are null and {', '.join(map(repr, neutral))}" if neutral else ""
-                advice = f"send {extra['instead']} in its place" if extra["instead"] else "leave the field out"
-                reason = f"is not implemented, and would change the answer{accepted}; {advice}"
-                raise invalid(f"{where}{name}", reason, "not_implemented")
+from service.http.errors import draining, timed_out
+from service.http.openai_schemas import OpenAIRequest
 
 
 def usage(generation: Generation, num_reasoning: int | None = None) -> CompletionUsage:
@@ -58,7 +44,11 @@ def has_running_usage(body: OpenAIRequest) -> bool:
 def finish_reason(end: End, generation: Generation) -> Literal["stop", "length"]:
     """Name the reason. Raises 503 for a cancelled choice, for which OpenAI's API has no name."""
     if end.finish_reason == "cancelled":
-        raise timed_out(generation.timeout_seconds) if end.stop_reason == "timeout" else draining()
+        raise (
+            timed_out(generation.call.state.settings.request_timeout_seconds)
+            if end.stop_reason == "timeout"
+            else draining()
+        )
     assert end.finish_reason != "error", "`Generation` raises it"
     return end.finish_reason
 

@@ -20,16 +20,13 @@ from torch import Tensor
 from forwardscope.results.attributions import Attribution
 from forwardscope.results.passes import PassTimings, PromptResult
 from model.network.joint_passes import MAX_COST, PromptPass
-from service.answers.budget import Budget
+from service.answers.budget import Budget, check_num_tokens
+from service.answers.call import RouteCall
 from service.answers.prompts import param_of
 from service.answers.request_phases import add_pass
-from service.http.access_log import note_tokens
-from service.http.disconnects import unless_disconnected
 from service.http.encoding import json_in_pieces, safetensors_bytes
 from service.http.errors import ApiError, unexpected
 from service.request_notes import recorded_span
-from service.spans import RequestSpan
-from service.state import State, get_reservation, series
 
 SAFETENSORS_MEDIA_TYPE = "application/x-safetensors"
 QUALITY = re.compile(r"0(\.\d{0,3})?|1(\.0{0,3})?")
@@ -173,53 +170,38 @@ class Encoder:
 
 
 async def answer_passes(
-    request: Request,
-    state: State,
+    call: RouteCall,
     answers: Sequence[PendingAnswer],
     *,
     budget: Budget,
     is_list: bool = False,
     as_safetensors: bool = False,
-    arrived: float | None = None,
 ) -> Response:
     """Run the passes of answers on the network's thread, and return the response.
 
     Short passes are computed together. Groups of them are separate jobs, one after the other, so that other requests
     are served in between. If the client disconnects, the remaining ones do not run. Raises 413 if the budget or the
-    number of tokens of a pass is over its limit, 429 if too much waits, and 503 after the timeout, which counts from
-    `arrived`, by default from now.
+    number of tokens of a pass is over its limit, 429 if too much waits, and 503 after the timeout.
     """
-    budget.check(state)
-    limit = state.settings.max_pass_tokens
+    budget.check(call.state)
     for index, each in enumerate(answers):
-        if each.num_tokens > limit:
-            param = param_of("prompt", index, is_list)
-            message = (
-                f"{param}: has {each.num_tokens} tokens, but one pass takes at most {limit}; shorten the prompt, or "
-                "start the server with a larger --max-pass-tokens"
-            )
-            raise ApiError(413, message, param=param, code="prompt_too_long")
-    note_tokens(request, sum(each.num_tokens for each in answers))
-    reservation = get_reservation(request)
-    reservation.reserve(budget.response_bytes)
+        param = param_of("prompt", index, is_list)
+        check_num_tokens(param, each.num_tokens, call.state.settings.max_pass_tokens)
+    call.note_tokens(sum(each.num_tokens for each in answers))
     encoder = Encoder(is_list=is_list, as_safetensors=as_safetensors)
-    span = recorded_span(request.scope)
-    content = await unless_disconnected(request, _run(state, answers, encoder, arrived or time.perf_counter(), span))
-    reservation.count(len(content) - budget.response_bytes)
-    return Response(content, media_type=SAFETENSORS_MEDIA_TYPE if as_safetensors else "application/json")
+    media_type = SAFETENSORS_MEDIA_TYPE if as_safetensors else "application/json"
+    return await call.respond(budget.response_bytes, partial(_run, call, answers, encoder), media_type)
 
 
-async def _run(
-    state: State, answers: Sequence[PendingAnswer], encoder: Encoder, arrived: float, span: RequestSpan | None
-) -> bytes | memoryview:
+async def _run(call: RouteCall, answers: Sequence[PendingAnswer], encoder: Encoder) -> bytes | memoryview:
     """Wait for the answers, within the timeout, and return the encoded response."""
     content: bytes | memoryview = b""
-    state.worker.check_room(sum(each.num_tokens for each in answers))
+    call.state.worker.check_room(sum(each.num_tokens for each in answers))
     groups = divide(answers)
-    async with series(state, arrived):
+    async with call.series():
         for each in groups:
-            content = await _run_group(state, AnswerGroup(each, encoder, is_last=each is groups[-1]), span)
-    state.metrics.trace_bytes.inc(len(content))
+            content = await _run_group(call, AnswerGroup(each, encoder, is_last=each is groups[-1]))
+    call.state.metrics.trace_bytes.inc(len(content))
     return content
 
 
@@ -236,13 +218,14 @@ def divide(answers: Sequence[PendingAnswer]) -> list[list[PendingAnswer]]:
     return groups
 
 
-async def _run_group(state: State, group: AnswerGroup, span: RequestSpan | None) -> bytes | memoryview:
+async def _run_group(call: RouteCall, group: AnswerGroup) -> bytes | memoryview:
     """Wait for the result of a group, and update the metrics and the span."""
+    worker, metrics, span = call.state.worker, call.state.metrics, recorded_span(call.request.scope)
     error: str | None = "cancelled"
     try:
         for job in group.answers[0].before:
-            await state.worker.run(partial(group.run_before, job))
-        content = await state.worker.run(group)
+            await worker.run(partial(group.run_before, job))
+        content = await worker.run(group)
         error = None
     except ApiError as reason:
         error = reason.code
@@ -256,7 +239,6 @@ async def _run_group(state: State, group: AnswerGroup, span: RequestSpan | None)
                 span.attributes["gen_ai.response.model"] = group.model
             for each in group.answers:
                 add_pass(span, each.num_tokens, group.queued, group.started, time.perf_counter(), error)
-    metrics = state.metrics
     for each in group.answers:
         metrics.queue_seconds.observe(group.waited)
         metrics.trace_seconds.observe(group.seconds / len(group.answers))

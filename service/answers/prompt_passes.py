@@ -1,7 +1,7 @@
 """Answer a POST /forward, /logits or /patterns: read its prompts, plan a pass for each, bind its edits, and run it.
 
-A route's `RoutePlanner` says how one prompt is planned, and how large its answer may be. Its `prepare_answer` says how
-the pass of a plan is run and described.
+A route has its own kind of `PromptPlan`, which knows how large its answer may be, and gives two functions: one makes
+the plan of a prompt, and `prepare_answer` says how the pass of a plan is run and described.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import ceil
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from fastapi import Request, Response
+from fastapi import Response
 
 from forwardscope.local_results import describe_edits, describe_tokens
 from forwardscope.results.passes import PassTimings
@@ -20,14 +20,14 @@ from model.tracing.edits import BoundEdits, EditPlan
 from model.tracing.hooks import Hooks
 from model.tracing.tap import Chain, Tap
 from service.answers.budget import Budget, total
-from service.answers.edits import answer_bytes, bind_edits, read_edits
+from service.answers.call import RouteCall
+from service.answers.edits import bind_edits, read_edits
 from service.answers.passes import PendingAnswer, PreparedAnswer, answer_passes
 from service.answers.prompts import Prompt, param_of
 from service.answers.subject import Subject
 from service.http.errors import invalid
 from service.http.schemas import MAX_PROMPTS, EditedRequest
 from service.request_notes import notes_of
-from service.state import State, run_here_or_on_thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,6 @@ class PromptPlan:
     edit_plan: EditPlan | None = None
     bound_edits: BoundEdits | None = None
     hooks: Hooks | None = None
-
-    @property
-    def edits_bytes(self) -> int:
-        """The bytes of `edits` in the answer."""
-        return 0 if self.edit_plan is None else answer_bytes(self.edit_plan)
 
     def tap(self, rows: Sequence[int] | None = None) -> Tap | None:
         """The tap that changes the pass; None without edits and hooks."""
@@ -72,6 +67,10 @@ class PromptPlan:
         """The pass with a tap."""
         return PromptPass(self.subject.network, self.ids, self.subject.device, tap, rows)
 
+    def make_budget(self) -> Budget:
+        """Bound the answer and the largest tensors of the pass, which depend on the length of the prompt alone."""
+        raise NotImplementedError
+
     def head(self, timings: PassTimings) -> dict[str, Any]:
         """The fields of an answer that all routes have."""
         return {
@@ -83,31 +82,20 @@ class PromptPlan:
 
 
 Plan = TypeVar("Plan", bound=PromptPlan)
-
-
-class RoutePlanner(Protocol[Plan]):
-    """How a route plans a request. Its constructor checks the fields that do not depend on the prompts."""
-
-    def plan(self, index: int, prompt: PromptPlan) -> Plan:
-        """Check the other fields for the prompt with this index. Raises 400 for a wrong one."""
-
-    @staticmethod
-    def make_budget(plan: Plan) -> Budget:
-        """Bound the answer and the largest tensors of a plan, which depend on the length of the prompt alone."""
+MakePlan = Callable[[int, PromptPlan], Plan]
+"""Checks the fields of a route for the prompt with this index, and adds them to its plan. Raises 400 for wrong ones."""
 
 
 @dataclass(frozen=True)
 class PromptInputs:
-    """A request, as its route has read it. The route began at `arrived`, in seconds of `time.perf_counter`.
+    """A request, as its route has read it.
 
     With `scales`, there is a pass for each of them and each prompt: all scales of the first prompt come first. Its
-    planner matches `num_globs` globs.
+    plans match `num_globs` globs.
     """
 
-    request: Request
-    state: State
+    call: RouteCall
     subject: Subject
-    arrived: float
     body: EditedRequest
     prompts: Sequence[Prompt]
     is_list: bool = False
@@ -117,26 +105,24 @@ class PromptInputs:
 
 
 async def answer_prompts(
-    inputs: PromptInputs,
-    make_planner: Callable[[], RoutePlanner[Plan]],
-    prepare_answer: Callable[[Plan], PreparedAnswer],
+    inputs: PromptInputs, make_plan: MakePlan[Plan], prepare_answer: Callable[[Plan], PreparedAnswer]
 ) -> Response:
     """Plan and run a pass for each prompt, and return the response. Raises the errors of all of these steps.
 
-    1. `plan_prompts` tokenizes the prompts, and plans each of them with the planner of the route.
+    1. `plan_prompts` tokenizes the prompts, and plans each of them with the `make_plan` of the route.
     2. `bind_edits` (edits.py) binds their edits, and runs the passes that means and patches need.
     3. `answer_passes` (passes.py) calls `prepare_answer`, of the route, for each plan on the network's thread, computes
        the passes of the `PreparedAnswer`, and encodes the answers.
     """
-    request, state, subject, checkpoint = inputs.request, inputs.state, inputs.subject, inputs.subject.checkpoint
-    plans, budget = await plan_prompts(inputs, make_planner)
+    plans, budget = await plan_prompts(inputs, make_plan)
     edit_plans = [plan.edit_plan for plan in plans if plan.edit_plan is not None]
     if edit_plans:
-        budget.check(state)  # before the passes of sources
-        assert checkpoint is not None
-        bound = await bind_edits(edit_plans, request, state, checkpoint, subject.adapter, inputs.arrived)
+        budget.check(inputs.call.state)  # before the passes of sources
+        model_call = inputs.subject.call(inputs.call)
+        assert model_call is not None
+        bound = await bind_edits(edit_plans, model_call)
         plans = [replace(plan, bound_edits=each) for plan, each in zip(plans, bound, strict=True)]
-    settings = state.settings
+    settings = inputs.call.state.settings
     used = budget.pass_bytes / settings.max_pass_bytes  # of the memory of a pass
 
     def cost_of_plan(plan: Plan) -> int:
@@ -146,48 +132,42 @@ async def answer_prompts(
         return max(plan.cost, ceil(MAX_COST * share))
 
     return await answer_passes(
-        request,
-        state,
+        inputs.call,
         [PendingAnswer(len(plan.ids), partial(prepare_answer, plan), cost_of_plan(plan)) for plan in plans],
         budget=budget,
         is_list=inputs.is_list or inputs.scales is not None,
         as_safetensors=inputs.as_safetensors,
-        arrived=inputs.arrived,
     )
 
 
-async def plan_prompts(
-    inputs: PromptInputs, make_planner: Callable[[], RoutePlanner[Plan]]
-) -> tuple[list[Plan], Budget]:
+async def plan_prompts(inputs: PromptInputs, make_plan: MakePlan[Plan]) -> tuple[list[Plan], Budget]:
     """Check a request for each of its prompts and scales, and bound the cost of all plans together."""
-    request, state, subject, edits = inputs.request, inputs.state, inputs.subject, inputs.body.edits
+    call, subject, edits = inputs.call, inputs.subject, inputs.body.edits
     scales: Sequence[float | None] = inputs.scales or [None]
     num_plans = len(inputs.prompts) * len(scales)
     if num_plans > MAX_PROMPTS:
         reason = f"{len(scales)} scales of {len(inputs.prompts)} prompts are more than {MAX_PROMPTS} passes"
         raise invalid("scales", f"{reason}; send several requests")
     params = [param_of("prompt", index, inputs.is_list) for index in range(len(inputs.prompts))]
-    ids = [
-        await subject.read_prompt(request, state, prompt, param)
-        for prompt, param in zip(inputs.prompts, params, strict=True)
-    ]
+    ids = [await subject.read_prompt(call, prompt, param) for prompt, param in zip(inputs.prompts, params, strict=True)]
     edit_planner = None
-    if subject.checkpoint is not None:
-        edit_planner = await read_edits(edits, list(product(ids, scales)), request, state, subject.checkpoint)
+    if (model_call := subject.call(call)) is not None:
+        edit_planner = await read_edits(edits, list(product(ids, scales)), model_call)
     elif edits:
         raise invalid("edits", f"change the served model, but not the worked example {subject.name!r}; leave them out")
     elif inputs.scales is not None:
         raise invalid("scales", "multiply edits, which worked examples do not have; leave the field out")
-    hooks = notes_of(request.scope).hooks
+    hooks = notes_of(call.request.scope).hooks
 
     def make_plans() -> tuple[list[Plan], Budget]:
-        planner, plans = make_planner(), []
+        plans = []
         for (index, each), scale in product(enumerate(ids), scales):
             edit_plan = None if edit_planner is None else edit_planner.plan(each, len(each), params[index], scale)
-            plans.append(planner.plan(index, PromptPlan(subject=subject, ids=each, edit_plan=edit_plan, hooks=hooks)))
+            prompt = PromptPlan(subject=subject, ids=each, edit_plan=edit_plan, hooks=hooks)
+            plans.append(make_plan(index, prompt))
         by_length = {len(plan.ids): plan for plan in plans}
-        budgets = {length: planner.make_budget(plan) for length, plan in by_length.items()}
+        budgets = {length: plan.make_budget() for length, plan in by_length.items()}
         return plans, total([budgets[len(plan.ids)] for plan in plans])
 
     num_edit_checks = 0 if edit_planner is None else edit_planner.num_checks
-    return await run_here_or_on_thread(state, inputs.num_globs + num_plans * (1 + num_edit_checks), make_plans)
+    return await call.run_here_or_on_thread(inputs.num_globs + num_plans * (1 + num_edit_checks), make_plans)

@@ -4,16 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from fastapi import Request
-
 from forwardscope.local_results import describe_tokens
 from forwardscope.results.stages import PositionedToken
 from model.checkpoints.load import Checkpoint
 from model.errors import ContextOverflow, shortened
 from model.text.tokenizer import TooManyTokens
+from service.answers.call import ModelCall
 from service.http.disconnects import unless_disconnected
 from service.http.errors import invalid, invalid_field
-from service.state import State
 from service.worker import SHORT_TEXT
 
 Prompt = str | list[int]
@@ -32,46 +30,35 @@ def param_of(name: str, index: int, is_list: bool) -> str:
 
 
 async def prompt_ids(
-    request: Request,
-    state: State,
-    checkpoint: Checkpoint,
-    prompt: Prompt,
-    param: str = "prompt",
-    *,
-    add_special_tokens: bool = True,
+    call: ModelCall, prompt: Prompt, param: str = "prompt", *, add_special_tokens: bool = True
 ) -> list[int]:
     """The token ids of a prompt. Raises 400 if it is empty, longer than the context, or has an unknown token.
 
     `param` is the place of the prompt in the request, for errors.
     """
-    tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
+    tokenizer, limit = call.checkpoint.tokenizer, call.checkpoint.model.config.max_positions
     if isinstance(prompt, list):
-        ids = prompt
-    elif tokenizer is None:
+        check_prompt_ids(prompt, call.checkpoint, param)
+        return prompt
+    if tokenizer is None:
         raise invalid(param, "this checkpoint has no tokenizer.json; send a list of token ids", "no_tokenizer")
-    else:
-        with refusing_overflow(checkpoint, param):
-            tokenizer.check_bytes(prompt, config.max_positions)
-        encode = partial(
-            tokenizer.encode, prompt, add_special_tokens=add_special_tokens, max_tokens=config.max_positions
-        )
-        return await tokenize(encode, len(prompt.encode()), request, state, checkpoint, param)
-    check_prompt_ids(ids, checkpoint, param)
-    return ids
+    with refusing_overflow(call.checkpoint, param):
+        tokenizer.check_bytes(prompt, limit)
+    encode = partial(tokenizer.encode, prompt, add_special_tokens=add_special_tokens, max_tokens=limit)
+    return await tokenize(call, encode, len(prompt.encode()), param)
 
 
-async def tokenize(
-    encode: Callable[[], list[int]], num_bytes: int, request: Request, state: State, checkpoint: Checkpoint, param: str
-) -> list[int]:
+async def tokenize(call: ModelCall, encode: Callable[[], list[int]], num_bytes: int, param: str) -> list[int]:
     """Run `encode`, which tokenizes `num_bytes` bytes, outside of the event loop, and check its token ids.
 
     Raises 400 if they are none, or more than the context has room for.
     """
-    state.worker.check_room(0)  # refuse before the work of tokenizing, not after it
-    job = state.worker.run_text(encode, num_bytes)
-    with refusing_overflow(checkpoint, param):
-        ids = await (job if num_bytes <= SHORT_TEXT else unless_disconnected(request, job))
-    check_prompt_ids(ids, checkpoint, param)
+    worker = call.state.worker
+    worker.check_room(0)  # refuse before the work of tokenizing, not after it
+    job = worker.run_text(encode, num_bytes)
+    with refusing_overflow(call.checkpoint, param):
+        ids = await (job if num_bytes <= SHORT_TEXT else unless_disconnected(call.request, job))
+    check_prompt_ids(ids, call.checkpoint, param)
     return ids
 
 

@@ -5,11 +5,14 @@ requests and answers are never among them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from model.text.transcript import GenerationParams
 from service.metrics import RequestTimes
 from service.spans import MAX_PHASED, Attribute, Phase, RequestSpan
+
+if TYPE_CHECKING:
+    from service.answers.generation import Generation
 
 
 @dataclass
@@ -23,30 +26,9 @@ class TraceTimes:
     ended: float | None = None
 
 
-@dataclass
-class GenerationReport:
-    """The data for the span of a generation, besides the times of its prompts.
-
-    `finish_reasons` has the reasons of the choices that have ended, by their indices. `error` is the code of the error
-    that ended a choice.
-    """
-
-    id: str
-    model_name: str
-    params: GenerationParams
-    num_prompt: int
-    num_choices: int
-    is_chat: bool
-    num_generated: int = 0
-    num_cached: int = 0
-    finish_reasons: dict[int, str] = field(default_factory=dict)
-    error: str | None = None
-    trace: TraceTimes = field(default_factory=TraceTimes)
-
-
-def add_generation(span: RequestSpan, report: GenerationReport, progress: Sequence[RequestTimes], now: float) -> None:
-    """Add a generation that ends `now` to the span of its request."""
-    span.attributes |= generation_attributes(report)
+def add_generation(span: RequestSpan, generation: "Generation", progress: Sequence[RequestTimes], now: float) -> None:
+    """Add a generation that ends `now` to the span of its request. `progress` has the times of its prompts."""
+    span.attributes |= generation_attributes(generation)
     for index, each in enumerate(progress[:MAX_PHASED]):
         attributes: dict[str, Attribute] = {"gen_ai.usage.input_tokens": each.num_prompt}
         if len(progress) > 1:
@@ -56,41 +38,42 @@ def add_generation(span: RequestSpan, report: GenerationReport, progress: Sequen
         ends = [*(start for _, start in begun[1:]), each.last_token or now]
         for (name, start), end in zip(begun, ends, strict=True):
             is_last = name == begun[-1][0]
-            span.phases.append(Phase(name, start, end, attributes, report.error if is_last else None))
+            span.phases.append(Phase(name, start, end, attributes, generation.error_code if is_last else None))
     started = min((each.started for each in progress if each.started is not None), default=None)
-    if report.trace.ended is not None and started is not None:
-        span.phases.append(Phase("trace", started, report.trace.ended, trace_attributes(report.trace)))
+    trace = generation.trace_times
+    if trace.ended is not None and started is not None:
+        span.phases.append(Phase("trace", started, trace.ended, trace_attributes(trace)))
 
 
-def generation_attributes(report: GenerationReport) -> dict[str, Attribute]:
-    sampling = report.params.sampling
+def generation_attributes(generation: "Generation") -> dict[str, Attribute]:
+    sampling = generation.params.sampling
     attributes: dict[str, Attribute] = {
-        "gen_ai.operation.name": "chat" if report.is_chat else "text_completion",
+        "gen_ai.operation.name": "chat" if generation.is_chat else "text_completion",
         "gen_ai.provider.name": "forwardscope",
-        "gen_ai.request.model": report.model_name,
-        "gen_ai.response.model": report.model_name,
-        "gen_ai.response.id": report.id,
-        "gen_ai.request.max_tokens": report.params.max_tokens,
+        "gen_ai.request.model": generation.model_name,
+        "gen_ai.response.model": generation.model_name,
+        "gen_ai.response.id": generation.id,
+        "gen_ai.request.max_tokens": generation.params.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.usage.input_tokens": report.num_prompt,
-        "gen_ai.usage.output_tokens": report.num_generated,
-        "gen_ai.usage.cache_read.input_tokens": report.num_cached,
-        "gen_ai.response.finish_reasons": finish_reasons(report),
+        "gen_ai.usage.input_tokens": generation.num_prompt,
+        "gen_ai.usage.output_tokens": generation.num_generated,
+        "gen_ai.usage.cache_read.input_tokens": generation.num_cached,
+        "gen_ai.response.finish_reasons": finish_reasons(generation),
     }
     if sampling.top_k:
         attributes["gen_ai.request.top_k"] = sampling.top_k
     if sampling.seed is not None:
         attributes["gen_ai.request.seed"] = sampling.seed
-    if report.params.n > 1:
-        attributes["gen_ai.request.choice.count"] = report.params.n
+    if generation.params.n > 1:
+        attributes["gen_ai.request.choice.count"] = generation.params.n
     return attributes
 
 
-def finish_reasons(report: GenerationReport) -> list[str]:
+def finish_reasons(generation: "Generation") -> list[str]:
     """One reason for each choice of the first prompts. A choice that has not ended is cancelled."""
-    shown = range(min(report.num_choices, MAX_PHASED * report.params.n))
-    return [report.finish_reasons.get(index, "cancelled") for index in shown]
+    shown = range(min(generation.num_choices, MAX_PHASED * generation.params.n))
+    return [generation.finish_reasons.get(index, "cancelled") for index in shown]
 
 
 def trace_attributes(trace: TraceTimes) -> dict[str, Attribute]:

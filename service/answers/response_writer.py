@@ -122,7 +122,7 @@ class ResponseWriter:
     ) -> None:
         self._stream = stream
         self._generation = generation = stream.generation
-        self._strings = TokenStrings(generation.checkpoint.tokenizer, as_ids=body.return_tokens_as_token_ids)
+        self._strings = TokenStrings(generation.call.checkpoint.tokenizer, as_ids=body.return_tokens_as_token_ids)
         self._has_logprobs = LOGPROBS in body.include
         self._fields: dict[str, Any] = {
             **{name: orjson.Fragment(value) for name, value in settings.items()},

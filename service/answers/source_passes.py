@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from fastapi import Request
 from torch import Tensor
 
 from model.analysis.edit_sources import compute_source
@@ -14,35 +13,27 @@ from model.checkpoints.load import Checkpoint
 from model.tracing.edits import SourcePass
 from model.tracing.stages import Stage, sizes_of
 from service.answers.budget import Budget, pass_bytes
+from service.answers.call import ModelCall
 from service.answers.subject import adapted_network
 from service.http.disconnects import unless_disconnected
 from service.http.errors import ApiError
-from service.state import State, series
 
 Result = TypeVar("Result")
 
 
-async def run_sources(
-    sources: Mapping[Any, SourcePass],
-    request: Request,
-    state: State,
-    checkpoint: Checkpoint,
-    adapter: str | None,
-    arrived: float,
-) -> Mapping[Any, Mapping[str, Tensor]]:
+async def run_sources(sources: Mapping[Any, SourcePass], call: ModelCall) -> Mapping[Any, Mapping[str, Tensor]]:
     """Run the passes of sources, each as a job of its own, and return the values of each by its key.
 
-    If the client disconnects, the remaining passes do not run. Raises 429 if too much waits, and 503 after the timeout,
-    which counts from `arrived`.
+    If the client disconnects, the remaining passes do not run. Raises 429 if too much waits, and 503 after the timeout.
     """
     if not sources:
         return {}
     num_tokens = sum(len(each.ids) for each in sources.values())
-    state.worker.check_room(num_tokens)
-    network = adapted_network(checkpoint, adapter)
+    call.state.worker.check_room(num_tokens)
+    network = adapted_network(call.checkpoint, call.adapter)
     jobs = [partial(compute_source, network, each) for each in sources.values()]
-    found = await unless_disconnected(request, run_jobs(state, jobs, arrived))
-    state.metrics.note_prompt_tokens(num_tokens)
+    found = await unless_disconnected(call.request, run_jobs(call, jobs))
+    call.state.metrics.note_prompt_tokens(num_tokens)
     return dict(zip(sources, found, strict=True))
 
 
@@ -50,9 +41,9 @@ def source_key(source: SourcePass) -> Any:
     return tuple(source.ids), tuple(stage.name for stage in source.stages), tuple(source.positions)
 
 
-def check_sources(sources: Iterable[SourcePass], state: State, checkpoint: Checkpoint) -> None:
+def check_sources(sources: Iterable[SourcePass], call: ModelCall) -> None:
     """Raise 413 if the pass of a source is too large."""
-    limit = state.settings.max_pass_tokens
+    limit, checkpoint = call.state.settings.max_pass_tokens, call.checkpoint
     for source in sources:
         if len(source.ids) > limit:
             message = (
@@ -62,7 +53,7 @@ def check_sources(sources: Iterable[SourcePass], state: State, checkpoint: Check
             raise ApiError(413, message, param="edits", code="prompt_too_long")
         num_logits = len(source.positions) * checkpoint.model.config.vocab_size if source.has_selected_rows else 0
         num_bytes = stage_bytes(source.stages, len(source.ids), checkpoint) + pass_bytes(num_logits=num_logits)
-        Budget(0, num_bytes, "the stages of edits with a source, or the prompts of sources").check(state)
+        Budget(0, num_bytes, "the stages of edits with a source, or the prompts of sources").check(call.state)
 
 
 def stage_bytes(stages: Sequence[Stage], num_tokens: int, checkpoint: Checkpoint) -> int:
@@ -72,7 +63,7 @@ def stage_bytes(stages: Sequence[Stage], num_tokens: int, checkpoint: Checkpoint
     return itemsize * sum(math.prod(stage.shape(sizes)) for stage in stages)
 
 
-async def run_jobs(state: State, jobs: Sequence[Callable[[], Result]], arrived: float) -> list[Result]:
-    """Run jobs of one request on the network's thread, one after the other. Raises as `series` does."""
-    async with series(state, arrived):
-        return [await state.worker.run(job) for job in jobs]
+async def run_jobs(call: ModelCall, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
+    """Run jobs of one request on the network's thread, one after the other. Raises as `RouteCall.series` does."""
+    async with call.series():
+        return [await call.state.worker.run(job) for job in jobs]

@@ -1,32 +1,23 @@
 """Traced generations: check the `trace` of a request, and describe each traced step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from forwardscope.local_results import TextOf, describe_predictions, describe_top
 from forwardscope.results import generations
 from model.checkpoints.load import Checkpoint
-from model.engine.logit_lens import LensLayer
 from model.engine.step_tracer import StepTrace
 from model.engine.trace_params import TraceParams
 from model.tracing.selection import Selection
 from model.tracing.stages import Stage
 from service.answers.prompts import check_indices, find_positions
 from service.answers.stage_answers import select_stages, stage_answer
+from service.http.encoding import Encoding
 from service.http.errors import invalid
 from service.http.generate_schemas import TraceRequest
 
 DEFAULT_LENS_TOP = 5
 MAX_LENS_TOKENS = 1 << 15  # of all layers of a step, which takes another 0.02 seconds
-
-
-@dataclass(frozen=True)
-class TracePlan:
-    """A checked `trace`."""
-
-    params: TraceParams
-    encoding: Literal["json", "base64"]
 
 
 def traced_stages(body: TraceRequest, checkpoint: Checkpoint) -> list[Stage]:
@@ -37,7 +28,7 @@ def traced_stages(body: TraceRequest, checkpoint: Checkpoint) -> list[Stage]:
 
 def plan_trace(
     body: TraceRequest, stages: Sequence[Stage], checkpoint: Checkpoint, num_positions: int, num_prompt: int
-) -> TracePlan:
+) -> TraceParams:
     """Check the `trace` of a request; each of its sequences computes `num_positions` positions.
 
     The first `num_prompt` of them are the prompt. Negative positions count from the end of the prompt, because it is
@@ -59,26 +50,24 @@ def plan_trace(
             f"may report; send at most {MAX_LENS_TOKENS // config.num_layers}"
         )
         raise invalid("trace.top_k", reason, "too_many")
-    params = TraceParams(
+    return TraceParams(
         selection=Selection(stages=stages, detail=body.detail, positions=positions, heads=body.heads),
         top_k=body.top_k or 0,
         logit_lens=lens_top if body.logit_lens else None,
     )
-    return TracePlan(params, body.encoding)
 
 
-def trace_answer(trace: StepTrace, plan: TracePlan, text_of: TextOf) -> generations.StepTrace[Any]:
+def trace_answer(trace: StepTrace, encoding: Encoding, text_of: TextOf) -> generations.StepTrace[Any]:
     """Describe the trace of one step."""
     lens, effect = trace.logit_lens, trace.constraint
+    layers = [
+        generations.LensLayer(each.layer, describe_top(each.top, text_of), each.chosen_probability)
+        for each in lens or ()
+    ]
     return generations.StepTrace(
         positions=tuple(trace.positions),
-        stages=tuple(stage_answer(kept, kept.values, plan.encoding) for kept in trace.stages),
+        stages=tuple(stage_answer(kept, kept.values, encoding) for kept in trace.stages),
         predictions=describe_predictions(trace.positions, trace.predictions, text_of),
-        logit_lens=None if lens is None else tuple(lens_answer(layer, text_of) for layer in lens),
+        logit_lens=None if lens is None else tuple(layers),
         constraint=None if effect is None else generations.ConstraintEffect(**vars(effect)),
     )
-
-
-def lens_answer(layer: LensLayer, text_of: TextOf) -> generations.LensLayer:
-    """Describe one layer of the logit lens."""
-    return generations.LensLayer(layer.layer, describe_top(layer.top, text_of), layer.chosen_probability)

@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from fastapi import Request
 
 from model.checkpoints.load import Checkpoint
 from model.network.joint_passes import AdaptedNetwork, Network
 from model.network.transformer import Transformer
 from model.tracing.stages import Stage, sizes_of
 from model.worked_examples import WORKED_EXAMPLES, WorkedExample, worked_example
+from service.answers.call import ModelCall, RouteCall
 from service.answers.prompts import Prompt, check_ids, longest_token_bytes, prompt_ids, token_text
 from service.http.errors import invalid
 from service.state import State, check_model, find_adapter, served_checkpoint
@@ -34,10 +34,14 @@ class Subject:
     adapter: str | None = None
     example: WorkedExample | None = None
 
-    async def read_prompt(self, request: Request, state: State, prompt: Prompt, param: str) -> list[int]:
+    def call(self, call: RouteCall) -> ModelCall | None:
+        """The request to the served checkpoint; None if this is a worked example."""
+        return None if self.checkpoint is None else call.on(self.checkpoint, self.adapter)
+
+    async def read_prompt(self, call: RouteCall, prompt: Prompt, param: str) -> list[int]:
         """The token ids of a prompt. Raises 400 for one that this network cannot take."""
-        if self.checkpoint is not None:
-            return await prompt_ids(request, state, self.checkpoint, prompt, param)
+        if (model_call := self.call(call)) is not None:
+            return await prompt_ids(model_call, prompt, param)
         assert self.example is not None
         return example_ids(self.example, prompt, param)
 

@@ -11,14 +11,7 @@ from typing import get_args
 import torch
 
 from forwardscope import Client, ForwardscopeError
-from model.analysis.compare import (
-    Comparison,
-    Options,
-    compare,
-    compare_bytes,
-    record_stages,
-    require_comparable,
-)
+from model.analysis.compare import Comparison, Options, compare, compare_bytes, record_stages, require_comparable
 from model.analysis.compare.report import report
 from model.analysis.compare.sources import (
     Given,

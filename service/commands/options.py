@@ -20,111 +20,59 @@ from service import PREFIX
 from service.settings import Settings
 
 TRUTHS = ("true", "false")
-NO_CODE = "code of a checkpoint never runs, so no option is needed"
-NO_TOOLS = "tools need no option: the chat template says how the model calls them"
-NO_LIMIT = "the context is that of the checkpoint"
-NO_TLS = "the server speaks plain HTTP; put a reverse proxy in front of it for TLS"
-NO_REQUEST = "it is a field of each request, not an option of the server"
-ALWAYS_ON = "it is always on and has no option"
-HUB_TOKEN = "the environment variable HF_TOKEN has the token of the hub"
-OWN_DRAFTS = "drafts come from the text itself, and with --draft int4 from a copy of the network in 4 bits"
-NO_THINKING = "the chat template says how the model thinks, so no option is needed"
-REPLICAS = "run several replicas: deploy/README.md says how"
-NO_PARALLEL = "only --tensor-parallel divides a network"
-OTHERS = {  # options of vLLM, llama-server, TGI and transformers
-    "-m": "--model",
-    "--hf-repo": "--model",
-    "-hf": "--model",
-    "--model-id": "--model",
-    "--model-path": "--model",
-    "--served-model-name": "--model-name",
-    "--alias": "--model-name",
-    "-a": "--model-name",
-    "-p": "--port",
-    "-t": "--threads",
-    "-hff": "--model",
-    "--hf-file": "--model",
-    "--tp": "--tensor-parallel",
-    "-tp": "--tensor-parallel",
-    "--tensor-parallel-size": "--tensor-parallel",
-    "--num-shard": "--tensor-parallel",
-    "--quantization": "--quantize",
-    "--load-in-8bit": "--quantize int8",
-    "--load-in-4bit": "--quantize int4",
-    "--gpu-memory-utilization": "--cache-bytes",
-    "--kv-cache-memory-bytes": "--cache-bytes",
-    "--cache-type-k": "--kv-cache-dtype",
-    "--cache-type-v": "--kv-cache-dtype",
-    "-np": "--max-num-seqs",
-    "--parallel": "--max-num-seqs",
-    "--max-batch-size": "--max-num-seqs",
-    "--max-concurrent-requests": "--max-waiting-requests",
-    "--max-num-batched-tokens": "--max-step-tokens",
-    "--batch-size": "--max-step-tokens",
-    "-b": "--max-step-tokens",
-    "-ngl": "--device",
-    "--n-gpu-layers": "--device",
-    "--gpu-layers": "--device",
-    "--lora": "--adapter",
-    "--lora-modules": "--adapter",
-    "--allowed-origins": "--cors-origin",
-    "--chat-template-file": "--chat-template",
-    "--control-vector": "--vectors",
-    "--control-vector-scaled": "--vectors",
-    "--uvicorn-log-level": "--log-level",
-    "--log-verbosity": "--log-level",
-    "--verbose": "--log-level debug",
-    "-v": "--log-level debug",
-    "--otlp-traces-endpoint": "--otlp-endpoint",
-    "--timeout": "--request-timeout-seconds",
-    "-to": "--request-timeout-seconds",
-    "--max-queue-size": "--max-waiting-requests",
-    "--no-webui": "--no-page",
-    "--download-dir": "the environment variable HF_HUB_CACHE names the directory of downloads",
-    "--hf-token": HUB_TOKEN,
-    "-hft": HUB_TOKEN,
-    "--enforce-eager": "there is nothing to compile, so no option is needed",
-    "--swap-space": "a sequence without room in the cache is computed again later; give --cache-bytes for more room",
-    "--cpu-offload-gb": "a network lies on one device as a whole, or is divided with --tensor-parallel",
-    "--speculative-config": OWN_DRAFTS,
-    "--model-draft": OWN_DRAFTS,
-    "-md": OWN_DRAFTS,
-    "--reasoning-parser": NO_THINKING,
-    "--reasoning-format": NO_THINKING,
-    "--pipeline-parallel-size": NO_PARALLEL,
-    "-pp": NO_PARALLEL,
-    "--data-parallel-size": REPLICAS,
-    "-dp": REPLICAS,
-    "--api-prefix": "--root-path",
-    "--enable-prefix-caching": ALWAYS_ON,
-    "--enable-chunked-prefill": ALWAYS_ON,
-    "--flash-attn": ALWAYS_ON,
-    "-fa": ALWAYS_ON,
-    "--cont-batching": ALWAYS_ON,
-    "-cb": ALWAYS_ON,
-    "--metrics": ALWAYS_ON,
-    "--enable-lora": "give each adapter as --adapter NAME=PATH",
-    "--n-predict": NO_REQUEST,
-    "-n": NO_REQUEST,
-    "--temp": NO_REQUEST,
-    "--temperature": NO_REQUEST,
-    "--top-p": NO_REQUEST,
-    "--top-k": NO_REQUEST,
-    "--seed": NO_REQUEST,
-    "--trust-remote-code": NO_CODE,
-    "--enable-auto-tool-choice": NO_TOOLS,
-    "--tool-call-parser": NO_TOOLS,
-    "--jinja": NO_TOOLS,
-    "--max-model-len": NO_LIMIT,
-    "--ctx-size": NO_LIMIT,
-    "-c": NO_LIMIT,
-    "--max-input-tokens": NO_LIMIT,
-    "--max-total-tokens": NO_LIMIT,
-    "--ssl-keyfile": NO_TLS,
-    "--ssl-certfile": NO_TLS,
-    "--ssl-key-file": NO_TLS,
-    "--ssl-cert-file": NO_TLS,
+ANSWERS = {  # the options of vLLM, llama-server, TGI and transformers, by what to write in their place
+    "--model": "-m --hf-repo -hf --model-id --model-path -hff --hf-file",
+    "--model-name": "--served-model-name --alias -a",
+    "--port": "-p",
+    "--threads": "-t",
+    "--tensor-parallel": "--tp -tp --tensor-parallel-size --num-shard",
+    "--quantize": "--quantization",
+    "--quantize int8": "--load-in-8bit",
+    "--quantize int4": "--load-in-4bit",
+    "--cache-bytes": "--gpu-memory-utilization --kv-cache-memory-bytes",
+    "--kv-cache-dtype": "--cache-type-k --cache-type-v",
+    "--max-num-seqs": "-np --parallel --max-batch-size",
+    "--max-waiting-requests": "--max-concurrent-requests --max-queue-size",
+    "--max-step-tokens": "--max-num-batched-tokens --batch-size -b",
+    "--device": "-ngl --n-gpu-layers --gpu-layers",
+    "--adapter": "--lora --lora-modules",
+    "--cors-origin": "--allowed-origins",
+    "--chat-template": "--chat-template-file",
+    "--vectors": "--control-vector --control-vector-scaled",
+    "--log-level": "--uvicorn-log-level --log-verbosity",
+    "--log-level debug": "--verbose -v",
+    "--otlp-endpoint": "--otlp-traces-endpoint",
+    "--request-timeout-seconds": "--timeout -to",
+    "--no-page": "--no-webui",
+    "the environment variable HF_HUB_CACHE names the directory of downloads": "--download-dir",
+    "the environment variable HF_TOKEN has the token of the hub": "--hf-token -hft",
+    "there is nothing to compile, so no option is needed": "--enforce-eager",
+    "a sequence without room in the cache is computed again later; give --cache-bytes for more room": "--swap-space",
+    "a network lies on one device as a whole, or is divided with --tensor-parallel": "--cpu-offload-gb",
+    "drafts come from the text itself, and with --draft int4 from a copy of the network in 4 bits": (
+        "--speculative-config --model-draft -md"
+    ),
+    "the chat template says how the model thinks, so no option is needed": "--reasoning-parser --reasoning-format",
+    "only --tensor-parallel divides a network": "--pipeline-parallel-size -pp",
+    "run several replicas: deploy/README.md says how": "--data-parallel-size -dp",
+    "--root-path": "--api-prefix",
+    "it is always on and has no option": (
+        "--enable-prefix-caching --enable-chunked-prefill --flash-attn -fa --cont-batching -cb --metrics"
+    ),
+    "give each adapter as --adapter NAME=PATH": "--enable-lora",
+    "it is a field of each request, not an option of the server": (
+        "--n-predict -n --temp --temperature --top-p --top-k --seed"
+    ),
+    "code of a checkpoint never runs, so no option is needed": "--trust-remote-code",
+    "tools need no option: the chat template says how the model calls them": (
+        "--enable-auto-tool-choice --tool-call-parser --jinja"
+    ),
+    "the context is that of the checkpoint": "--max-model-len --ctx-size -c --max-input-tokens --max-total-tokens",
+    "the server speaks plain HTTP; put a reverse proxy in front of it for TLS": (
+        "--ssl-keyfile --ssl-certfile --ssl-key-file --ssl-cert-file"
+    ),
 }
+OTHERS = {option: answer for answer, options in ANSWERS.items() for option in options.split()}
 
 
 def read_settings(arguments: Sequence[str], parser: Parser | None = None) -> Settings:

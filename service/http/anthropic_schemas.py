@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from service.http.field_types import ShortText, Text, at_most
-from service.http.generate_schemas import MAX_TOP_K, GenerationRequest
-from service.http.openai_schemas import FUNCTION_NAME, MAX_MESSAGES, MAX_TOP, Ignored, JsonObject, Nullable
+from service.http.generate_schemas import GenerationRequest
+from service.http.openai_schemas import FUNCTION_NAME, MAX_MESSAGES, TOP_K, TOP_LOGPROBS, Ignored, JsonObject, Nullable
 from service.http.schemas import AdaptedRequest, example
 
 MAX_BLOCKS = 4096
@@ -115,15 +115,8 @@ class MessagesRequest(ConversationRequest, GenerationRequest):
         "or trace",
     )
     n: int = Field(1, ge=1, le=1, description="always 1")
-    logprobs: int | None = Field(
-        None,
-        ge=0,
-        le=MAX_TOP,
-        description="report the log-probabilities of each token and of this many most likely ones",
-    )
-    top_k: int | None = Field(
-        None, ge=-1, le=MAX_TOP_K, description="0 or -1 keeps all tokens; default: the checkpoint's, else 0"
-    )
+    logprobs: int | None = TOP_LOGPROBS
+    top_k: int | None = TOP_K
     stop_sequences: Annotated[list[ShortText], Field(fail_fast=True), at_most(200)] = Field(
         [], max_length=200, description="strings that end the text, like `stop`"
     )

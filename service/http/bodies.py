@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from itertools import accumulate
 from typing import Any, get_args
 
 from fastapi import Request, Response
@@ -17,10 +18,9 @@ from pydantic import BaseModel, RootModel, ValidationError
 
 from model.errors import shortened
 from service.http.disconnects import unless_disconnected
-from service.http.errors import MAX_NAMES, ApiError, join_some, wrong_shape
+from service.http.errors import MAX_NAMES, ApiError, invalid, join_some, wrong_shape
 from service.http.field_names import alternatives, check_names, known_part, leave_out_unknown
 from service.http.field_types import check_text
-from service.http.json_values import check_values, max_values
 from service.ignored_fields import is_strict, note_ignored
 
 INLINE_BYTES = 1 << 14  # larger bodies are parsed on another thread
@@ -31,6 +31,10 @@ PIECE = 1 << 18  # bytes that are searched at a time, so that other threads can 
 OPEN_ROUTES = ("/v1/", "/infill")  # other programs define what their clients send here
 MAX_KEYS = 4096  # in one JSON object
 MAX_DIGITS = 1000  # in one number
+BYTES_PER_VALUE = 16  # a body may hold one JSON value per this many bytes of the largest allowed body
+MAX_DEPTH = 100  # of lists and objects inside each other
+DEPTH_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+NO_BRACKETS = bytes(set(range(256)) - DEPTH_STEPS.keys())
 
 
 class JsonRoute(APIRoute):
@@ -113,6 +117,39 @@ def parse(content: bytes, model: type[BaseModel], limit: int, ignored: list[str]
     if any(UNUSUAL.search(content, start, start + PIECE + UNUSUAL_BYTES) for start in range(0, len(content), PIECE)):
         check_open_values(values)
     return body if branch is model else model.model_construct(root=body)
+
+
+def max_values(max_body_bytes: int) -> int:
+    """The number of values that a body of a request may hold, the texts in it that are JSON included."""
+    return max_body_bytes // BYTES_PER_VALUE
+
+
+def check_values(content: bytes, limit: int, param: str = "body", before: int = 0) -> int:
+    """Raise 413 for more JSON values or strings than `limit`, and 400 for a nesting deeper than `MAX_DEPTH`.
+
+    Returns their number, with that of texts `before` this one, which share the limit. Each entry of a list or object
+    follows a comma or an opening bracket outside strings, so these are counted.
+    """
+    if b"\\" in content:
+        content = content.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote left begins or ends a string
+    num_values = before + content.count(b'"') // 2
+    counted = "strings"  # they are counted first, as `split` makes an object for each
+    if num_values <= limit:
+        counted = "JSON values"
+        content = b"".join(content.split(b'"')[::2])
+        num_values = before + sum(content.count(mark) for mark in (b",", b"[", b"{"))
+    if num_values > limit:
+        message = (
+            f"{param}: contains {num_values} {counted}; the limit is {limit}, one per {BYTES_PER_VALUE} bytes of "
+            "--max-body-bytes"
+        )
+        raise ApiError(413, message, param=param, code="too_many_values")
+    if content.count(b"[") + content.count(b"{") > MAX_DEPTH:
+        steps = map(DEPTH_STEPS.__getitem__, content.translate(None, delete=NO_BRACKETS))
+        if max(accumulate(steps)) > MAX_DEPTH:
+            reason = f"has lists and objects that are nested deeper than {MAX_DEPTH}, the limit"
+            raise invalid(param, reason, "nested_too_deeply")
+    return num_values
 
 
 def branch_of(values: Any, model: type[BaseModel]) -> type[BaseModel]:

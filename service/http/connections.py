@@ -15,11 +15,10 @@ import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from service.http.access_log import AccessLog, log_refusal
-from service.http.chunk_writer import ChunkWriter
 from service.http.errors import ApiError, ErrorResponse, error_bytes
 from service.http.gate import OPERATION_PATHS, closing
-from service.http.http_parser import HttpParser
+from service.http.http_parser import ChunkWriter, HttpParser
+from service.http.request_reports import RequestReports, log_refusal
 from service.http.tcp import hang_up_state, unacknowledged_bytes
 from service.request_notes import RequestNotes, notes_of
 
@@ -363,7 +362,7 @@ def too_many_connections() -> ApiError:
 def health_only(app: ASGIApp) -> ASGIApp:
     """Wrap the application for connections above the limit: it answers `OPERATION_PATHS`, and 429 to all others."""
 
-    refuse = AccessLog(ErrorResponse(too_many_connections()), paths=())
+    refuse = RequestReports(ErrorResponse(too_many_connections()), paths={})
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         is_health = scope["path"] in OPERATION_PATHS and scope["method"] in ("GET", "HEAD")

@@ -2,8 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -106,24 +105,14 @@ def invalid_field(error: InvalidField, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code="context_length_exceeded", overflow=error)
 
 
-@contextmanager
-def renamed_params(rename: Callable[[str], str]) -> Iterator[None]:
-    """Rename the field that an error names, for a route that converts its body to that of another route."""
-    try:
-        yield
-    except ApiError as error:
-        if error.param is None:
-            raise
-        param = rename(error.param)
-        message = f"{param}{error.message.removeprefix(error.param)}"
-        raise ApiError(
-            error.status, message, param=param, code=error.code, headers=error.headers, overflow=error.overflow
-        ) from None
-
-
 def wrong_shape(param: str, message: str, code: str) -> ApiError:
     """422: the body does not have the documented shape."""
     return ApiError(422, f"{param}: {message}", param=param, code=code)
+
+
+def no_effect(param: str) -> ApiError:
+    """422: a strict request has a field that changes nothing."""
+    return wrong_shape(param, "has no effect on this server; leave it out", "literal_error")
 
 
 def internal() -> ApiError:
@@ -211,20 +200,17 @@ def install_error_handlers(app: FastAPI) -> None:
     """Answer our own exceptions that mean an error of the request, and those of Starlette's router, such as 404."""
 
     @app.exception_handler(ApiError)
-    async def _api_error(request: Request, error: ApiError) -> Response:
-        return ErrorResponse(error)
-
     @app.exception_handler(ClientGone)
-    async def _client_gone(request: Request, error: ClientGone) -> Response:
-        return Response(status_code=499)  # nobody reads this response, but the metrics count its status
-
     @app.exception_handler(LostRank)
-    async def _lost_rank(request: Request, error: LostRank) -> Response:
-        return ErrorResponse(lost_rank())
-
     @app.exception_handler(UnreadableText)
-    async def _unreadable_text(request: Request, error: UnreadableText) -> Response:
-        return ErrorResponse(ApiError(400, str(error), code="unreadable_text"))
+    async def _own(request: Request, error: ApiError | ClientGone | LostRank | UnreadableText) -> Response:
+        if isinstance(error, ClientGone):
+            return Response(status_code=499)  # nobody reads this response, but the metrics count its status
+        if isinstance(error, LostRank):
+            return ErrorResponse(lost_rank())
+        if isinstance(error, UnreadableText):
+            return ErrorResponse(ApiError(400, str(error), code="unreadable_text"))
+        return ErrorResponse(error)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:

@@ -49,7 +49,3 @@ class StrictBody(BaseModel):
     """The base of all JSON objects of requests, and of queries."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-
-
-class Answer(BaseModel):
-    model_config = ConfigDict(extra="forbid")

@@ -7,7 +7,9 @@ from pydantic import Discriminator, Field, Tag
 from service.http.edit_schemas import SCALES, Scales
 from service.http.field_types import Indices, ShortText, TokenId, at_most
 from service.http.schemas import (
+    BASELINE,
     MAX_PROMPTS,
+    MODEL_OR_EXAMPLE,
     PROMPT,
     EditedRequest,
     Globs,
@@ -39,9 +41,7 @@ class ForwardRequest(EditedRequest):
         "lists; default: the next token of the prompt, null at the last position; for a worked example on the prompt "
         "of its article, the targets of the article",
     )
-    model: ShortText | None = Field(
-        None, description="the served model (default), one of its adapters, or a worked example; see GET /models"
-    )
+    model: ShortText | None = MODEL_OR_EXAMPLE
     stages: Globs = Field(["*"], description="a glob over the stage names of GET /model, or a list of globs")
     detail: Literal["summary", "values", "none"] = "summary"
     positions: Positions | None = Field(
@@ -64,7 +64,5 @@ class ForwardRequest(EditedRequest):
     encoding: Literal["json", "base64"] = Field(
         "json", description="json: nested lists; base64: little-endian bytes in row-major order"
     )
-    baseline: bool = Field(
-        False, description="also run without the edits, and report how far each stage has changed; needs `edits`"
-    )
+    baseline: bool = BASELINE
     scales: Scales | None = SCALES

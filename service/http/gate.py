@@ -9,7 +9,7 @@ import hmac
 import re
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from urllib.parse import quote
 
 from starlette.routing import BaseRoute, Match
@@ -18,10 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.http.buffers import Buffers, Reservation
 from service.http.documentation import DOCUMENTATION_FILES, DOCUMENTATION_PATHS
 from service.http.errors import ApiError, ClientGone, ErrorResponse
-from service.http.route_labels import PAGE_PATH
 from service.request_notes import RequestNotes, notes_of
-from service.settings import is_address
+from service.settings import Settings, is_address
 
+PAGE_PATH = "/page"  # of the files of the web page, which all count as one route
 HEALTH_PATHS = frozenset({"/health", "/ready"})  # begin at once, without `Turnstile`
 OPERATION_PATHS = HEALTH_PATHS | {"/metrics"}
 # These need no API key, because orchestrators and browsers have none. The web page asks its user for the key.
@@ -45,26 +45,13 @@ class Gate:
     been passed to the connection.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        routes: Sequence[BaseRoute],
-        buffers: Buffers,
-        api_key: str | None,
-        allowed_hosts: Collection[str],
-        max_body_bytes: int,
-        max_put_bytes: int,
-        body_seconds: float,
-    ) -> None:
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute], buffers: Buffers, settings: Settings) -> None:
         self.app = app
         self._routes = routes
         self._buffers = buffers
-        self._api_key = None if api_key is None else api_key.encode()
-        self._allowed_hosts = allowed_hosts
-        self._max_body_bytes = max_body_bytes
-        self._max_put_bytes = max_put_bytes
-        self._body_seconds = body_seconds
+        self._settings = settings
+        self._api_key = None if settings.api_key is None else settings.api_key.get_secret_value().encode()
+        self._allowed_hosts = settings.host_names
         self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,11 +115,11 @@ class Gate:
         of a stored response is as good as a key: only its client knows it.
         """
         if method not in STORING_METHODS or path.startswith(f"{RESPONSES_PATH}/"):
-            return self._max_body_bytes
+            return self._settings.max_body_bytes
         if self._api_key is None:
             message = f"{method} needs an API key, and this server has none; start it with --api-key"
             raise ApiError(403, message, code="api_key_required")
-        return self._max_put_bytes
+        return self._settings.max_vector_bytes
 
     def _check_body_headers(self, headers: dict[bytes, bytes], limit: int) -> None:
         encoding = headers.get(b"content-encoding", b"identity")
@@ -147,8 +134,9 @@ class Gate:
         """Read the whole body. Raises 413 if it is too large, 408 after the deadline, and 429 if memory is used up."""
         pieces: list[bytes] = []
         size = 0
+        seconds = self._settings.body_timeout_seconds
         try:
-            async with asyncio.timeout(self._body_seconds):
+            async with asyncio.timeout(seconds):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -162,7 +150,7 @@ class Gate:
                     if not message.get("more_body", False):
                         return b"".join(pieces)
         except TimeoutError:
-            reason = f"body: only {size} bytes arrived within {self._body_seconds:g} seconds"
+            reason = f"body: only {size} bytes arrived within {seconds:g} seconds"
             headers = {"Connection": "close"}
             raise ApiError(408, reason, param="body", code="body_timeout", headers=headers) from None
 

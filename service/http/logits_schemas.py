@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from service.http.edit_schemas import SCALES, Scales
-from service.http.schemas import PROMPT, EditedRequest, Prompts, example
+from service.http.schemas import BASELINE, PROMPT, EditedRequest, Prompts, example
 
 
 class LogitsRequest(EditedRequest):
@@ -15,7 +15,5 @@ class LogitsRequest(EditedRequest):
     positions: Literal["last", "all"] | Annotated[list[int], Field(fail_fast=True)] = "last"
     top_k: int | None = Field(None, ge=1, description="return only the most likely tokens; default: the whole row")
     logprobs: bool = Field(False, description="also return the natural logarithm of the softmax")
-    baseline: bool = Field(
-        False, description="also run without the edits, and report how far each stage has changed; needs `edits`"
-    )
+    baseline: bool = BASELINE
     scales: Scales | None = SCALES

@@ -5,11 +5,13 @@ would change the answer, but is not implemented, is accepted only with its neutr
 fields are unknown, and left out (ignored_fields.py).
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, Tag, model_validator
 
+from service.http.errors import invalid
 from service.http.field_names import alternatives
 from service.http.field_types import ShortText, StrictBody, Text, TokenIds, at_most
 from service.http.generate_schemas import MAX_TOP_K, GenerationRequest
@@ -70,6 +72,29 @@ class Nullable(StrictBody):
         }
 
 
+def check_implemented(body: Nullable, where: str = "") -> None:
+    """Raise 400 for the first field that is not implemented and has no neutral value."""
+    for name, field in type(body).model_fields.items():
+        extra = field.json_schema_extra
+        if isinstance(extra, Mapping) and "neutral" in extra:
+            value, neutral = getattr(body, name), extra["neutral"]
+            assert isinstance(neutral, list)
+            if value is not None and not any(type(value) is type(each) and value == each for each in neutral):
+                accepted = f"; accepted are null and {', '.join(map(repr, neutral))}" if neutral else ""
+                advice = f"send {extra['instead']} in its place" if extra["instead"] else "leave the field out"
+                reason = f"is not implemented, and would change the answer{accepted}; {advice}"
+                raise invalid(f"{where}{name}", reason, "not_implemented")
+
+
+TOP_LOGPROBS: Any = Field(
+    None,
+    ge=0,
+    le=MAX_TOP,
+    description="report the log-probabilities of each token and of this many most likely ones",
+)
+TOP_K: Any = Field(None, ge=-1, le=MAX_TOP_K, description="0 or -1 keeps all tokens; default: the checkpoint's, else 0")
+
+
 class StreamOptions(Nullable):
     include_usage: bool = Field(False, description="end the stream with a chunk that has `usage` and no choices")
     include_obfuscation: Ignored
@@ -126,9 +151,7 @@ class OpenAIRequest(OtherServers, GenerationRequest):
 
     model_config = ConfigDict(extra="ignore")
 
-    top_k: int | None = Field(
-        None, ge=-1, le=MAX_TOP_K, description="0 or -1 keeps all tokens; default: the checkpoint's, else 0"
-    )
+    top_k: int | None = TOP_K
     top_p: float | None = Field(
         None, ge=0, le=1, description="0 keeps only the most likely token; default: the checkpoint's, else 1"
     )
@@ -192,12 +215,7 @@ class CompletionRequest(OpenAIRequest):
     model_config = example(prompt=PROMPT, max_tokens=16, temperature=0, logprobs=2)
 
     prompt: Prompts
-    logprobs: int | None = Field(
-        None,
-        ge=0,
-        le=MAX_TOP,
-        description="report the log-probabilities of each token and of this many most likely ones",
-    )
+    logprobs: int | None = TOP_LOGPROBS
     echo: bool = Field(False, description="return the prompt before its continuation")
     best_of: int | None = Field(
         None, ge=1, description="generate this many continuations, and return the `n` with the highest mean logprob"

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from service.http.field_types import Indices, Prompt, ShortText
-from service.http.schemas import PROMPT, EditedRequest, example
+from service.http.schemas import MODEL_OR_EXAMPLE, PROMPT, EditedRequest, example
 
 MIN_SIZE, MAX_SIZE = 4, 1 << 16
 PatternStage = Literal["pattern", "attn_scores", "scores"]
@@ -16,9 +16,7 @@ class PatternsRequest(EditedRequest):
     model_config = example(prompt=PROMPT, layers=[0, 1], max_size=4, dtype="uint8")
 
     prompt: Prompt
-    model: ShortText | None = Field(
-        None, description="the served model (default), one of its adapters, or a worked example; see GET /models"
-    )
+    model: ShortText | None = MODEL_OR_EXAMPLE
     stage: PatternStage = Field(
         "pattern",
         description="the stage of each block: pattern, attn_scores (masked scores) or scores (before the mask)",

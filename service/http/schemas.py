@@ -65,12 +65,22 @@ class AdaptedRequest(ModelRequest):
     )
 
 
+MODEL_OR_EXAMPLE: Any = Field(
+    None, description="the served model (default), one of its adapters, or a worked example; see GET /models"
+)
+
+
 class EditedRequest(AdaptedRequest):
     """A request whose passes may be changed."""
 
     edits: Edits = Field(
         [], description="changes of stages of the served model, applied in the order of the list; see GET /model"
     )
+
+
+BASELINE: Any = Field(
+    False, description="also run without the edits, and report how far each stage has changed; needs `edits`"
+)
 
 
 def example(**fields: Any) -> ConfigDict:

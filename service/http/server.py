@@ -43,7 +43,7 @@ def make_server(app: FastAPI) -> "DrainingServer":
             write_seconds=settings.write_timeout_seconds,
         )
     )
-    state.metrics.watch_connections(lambda: len(connections))
+    state.metrics.watch("http_connections", "Open connections", lambda: len(connections))
     config = uvicorn.Config(
         app,
         http=connections.protocol,  # type: ignore[arg-type]  # uvicorn wants a class, but calls it like a function

@@ -8,9 +8,9 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from service.http.chunk_writer import ChunkWriter
 from service.http.encoding import to_json
 from service.http.errors import ApiError, error_body
+from service.http.http_parser import ChunkWriter
 from service.request_notes import RequestNotes, notes_of
 
 DONE = b"data: [DONE]\n\n"

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from service.http.field_types import ShortText, StrictBody, Text
+from service.http.schemas import MODEL_OR_EXAMPLE
 
 MAX_TEXT = 8192  # characters of the indices of one dim
 Indices = Annotated[
@@ -17,9 +18,7 @@ Indices = Annotated[
 
 
 class WeightsQuery(StrictBody):
-    model: ShortText | None = Field(
-        None, description="the served model (default), one of its adapters, or a worked example; see GET /models"
-    )
+    model: ShortText | None = MODEL_OR_EXAMPLE
     adapter: ShortText | None = Field(
         None, description="the name of an adapter, whose product is added to the weights that it changes"
     )

@@ -1,7 +1,5 @@
 """POST /attribute: which parts of the network, of the prompt or of its pass are responsible for a logit or the loss."""
 
-import time
-
 from fastapi import APIRouter, Request, Response
 
 from forwardscope.results.attributions import AnyAttribution
@@ -14,6 +12,7 @@ from service.answers.attribution.gradients import (
 from service.answers.attribution.lens import answer_lens
 from service.answers.attribution.question import read_question
 from service.answers.attribution.sweep import answer_sweep
+from service.answers.call import model_call
 from service.http.attribute_schemas import (
     AttributeRequest,
     AttributionPatchingRequest,
@@ -24,7 +23,7 @@ from service.http.attribute_schemas import (
 )
 from service.http.bodies import JsonRoute
 from service.http.openapi import SWEEP_EVENT, also
-from service.state import CheckpointDep, StateDep
+from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
 
@@ -35,10 +34,9 @@ router = APIRouter(route_class=JsonRoute, tags=["inside"])
     response_model=AnyAttribution,
     responses=also("text/event-stream", SWEEP_EVENT),
 )
-async def attribute(body: AttributeRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
-    arrived = time.perf_counter()
+async def attribute(body: AttributeRequest, request: Request, state: StateDep) -> Response:
     fields = body.root
-    question = await read_question(fields, request, state, checkpoint, arrived)
+    question = await read_question(fields, model_call(fields, request, state))
     match fields:
         case DirectRequest():
             return await answer_direct(fields, question)

@@ -1,37 +1,49 @@
-"""POST /compare: find the first stage at which the served model differs from another one."""
+"""POST /compare: find the first stage at which the served model differs from another one.
 
+The other one is uploaded stages, files of the operator, or the served model with other settings. Clients name no paths
+or addresses of their own: a path is looked up below one directory that the operator has chosen.
+"""
+
+import base64
+import binascii
 from functools import partial
+from pathlib import Path
 
+import torch
 from fastapi import APIRouter, Request, Response
 
 from forwardscope.results import comparisons
-from model.analysis.compare import Comparison, Options, compare_bytes
+from model.analysis.compare import Comparison, Options, compare_bytes, record_stages, require_comparable
 from model.analysis.compare import compare as compare_stages
-from model.analysis.compare.sources import StageTensors
+from model.analysis.compare.sources import Given, StageTensors, match_stages, read_safetensors_bytes, read_stage_file
 from model.checkpoints.load import DTYPES, Checkpoint
 from model.checkpoints.streamed import OpenCheckpoint, open_checkpoint
+from model.choices import Quantization
 from model.errors import CheckpointError, InvalidField
+from model.ops.quantization import LayerFormats
 from model.tracing.pauses import pause
 from model.tracing.stages import stages_of
-from service.answers.budget import Budget, ResponseContents
-from service.answers.compare_subjects import find_path, given_stages, read_path, read_tensors
+from service.answers.budget import Budget, ResponseContents, check_num_tokens
+from service.answers.call import ModelCall, model_call
 from service.answers.comparisons import MAX_NOT_COMPARED, describe_comparison
 from service.answers.prompts import prompt_ids
-from service.http.access_log import note_tokens
 from service.http.bodies import JsonRoute
-from service.http.compare_schemas import CompareRequest
-from service.http.disconnects import unless_disconnected
+from service.http.compare_schemas import CompareRequest, CompareSetting
 from service.http.encoding import to_json
 from service.http.errors import ApiError, invalid
 from service.http.openapi import error_answers
-from service.state import CheckpointDep, State, StateDep, find_adapter, get_reservation
+from service.settings import Settings
+from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
+STAGE_SUFFIXES = (".safetensors", ".npz")
 STAGE_BYTES = 1024  # the most bytes of a stage in the answer, without its errors by position and head
 ERROR_BYTES = 27  # of one number in JSON
 NAME_BYTES = 12 * 200  # of the name of a tensor that is not compared: 200 characters, escaped in JSON
 FIELDS = {"prompt": "prompt", "b": "b", "map": "names"}  # of errors of a comparison; others are names of tensors
 CONVERTED_BYTES = 8  # of a number of a weight, while its layer computes in float64
+Source = StageTensors | OpenCheckpoint | None
+"""The file of B, read or opened; None if B is the served model."""
 
 
 @router.post(
@@ -40,34 +52,25 @@ CONVERTED_BYTES = 8  # of a number of a weight, while its layer computes in floa
     response_model=comparisons.Comparison,
     responses=error_answers(),
 )
-async def compare(body: CompareRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
+async def compare(body: CompareRequest, request: Request, state: StateDep) -> Response:
+    call = model_call(body, request, state)
     if state.ranks is not None:
         message = (
             "a server with --tensor-parallel cannot compare: each process has only a share of the weights; use a "
             "server without the option, or the command `forwardscope compare`"
         )
         raise ApiError(400, message, code="tensor_parallel")
-    if find_adapter(checkpoint, body.model, None) is not None:
+    if call.adapter is not None:
         raise invalid("model", "an adapter cannot be compared; name the served model, or leave the field out")
     if body.names and body.b.setting is not None:
         raise invalid("names", "is only for stages of a file; leave the field out")
-    ids = await prompt_ids(request, state, checkpoint, body.prompt)
+    ids = await prompt_ids(call, body.prompt)
     limit = state.settings.max_compare_tokens
-    if len(ids) > limit:
-        message = (
-            f"prompt: has {len(ids)} tokens, but a comparison takes at most {limit}; shorten the prompt, or start the "
-            "server with a larger --max-compare-tokens"
-        )
-        raise ApiError(413, message, param="prompt", code="prompt_too_long")
-    budget = make_budget(body, checkpoint, len(ids))
+    check_num_tokens("prompt", len(ids), limit, "a comparison", "--max-compare-tokens")
+    budget = make_budget(body, call.checkpoint, len(ids))
     budget.check(state)
-    note_tokens(request, len(ids))
-    reservation = get_reservation(request)
-    reservation.reserve(budget.response_bytes)
-    found = await unless_disconnected(request, run(body, state, checkpoint, ids))
-    content = to_json(describe_comparison(found, checkpoint.name))
-    reservation.count(len(content) - budget.response_bytes)
-    return Response(content, media_type="application/json")
+    call.note_tokens(len(ids))
+    return await call.respond(budget.response_bytes, partial(run, body, call, ids))
 
 
 def make_budget(body: CompareRequest, checkpoint: Checkpoint, num_tokens: int) -> Budget:
@@ -82,22 +85,21 @@ def make_budget(body: CompareRequest, checkpoint: Checkpoint, num_tokens: int) -
     return Budget(contents.num_bytes, num_bytes, "the prompt")
 
 
-async def run(body: CompareRequest, state: State, checkpoint: Checkpoint, ids: list[int]) -> Comparison:
-    """Compare, within the timeout, beside the network.
+async def run(body: CompareRequest, call: ModelCall, ids: list[int]) -> bytes:
+    """Compare, within the timeout, beside the network, and encode the answer.
 
     If the client disconnects, the comparison ends after the block that is computed, or when the files are read.
     """
+    state = call.state
     state.worker.check_room(len(ids))
-    job = partial(compare_all, body, checkpoint, state, ids)
-    found = await state.worker.executors.run_long("comparisons", job)
+    found = await state.worker.executors.run_long("comparisons", partial(compare_all, body, call, ids))
     state.metrics.note_prompt_tokens(len(ids))
-    return found
+    return to_json(describe_comparison(found, call.checkpoint.name))
 
 
-def open_sources(
-    body: CompareRequest, state: State, checkpoint: Checkpoint
-) -> tuple[OpenCheckpoint, StageTensors | OpenCheckpoint | None]:
+def open_sources(body: CompareRequest, call: ModelCall) -> tuple[OpenCheckpoint, Source]:
     """The files of A and of B. Those of A are opened once."""
+    state, checkpoint = call.state, call.checkpoint
     if state.opened_checkpoint is None:
         assert checkpoint.location is not None, "the served checkpoint was loaded from files"
         state.opened_checkpoint = open_checkpoint(checkpoint.location, name=checkpoint.name)
@@ -109,17 +111,90 @@ def open_sources(
     return state.opened_checkpoint, None
 
 
-def compare_all(body: CompareRequest, checkpoint: Checkpoint, state: State, ids: list[int]) -> Comparison:
+def compare_all(body: CompareRequest, call: ModelCall, ids: list[int]) -> Comparison:
     """Open the files, compute B's stages if B is a network, and compare. Raises 400 for stages that do not fit A."""
-    opened, source = open_sources(body, state, checkpoint)
+    opened, source = open_sources(body, call)
     pause()
     options = Options(per_position=body.per_position, per_head=body.per_head)
     dtype = None if body.dtype is None else DTYPES[body.dtype]
     try:
-        given = given_stages(body, source, checkpoint, opened, state.settings, ids)
+        given = given_stages(body, source, call, opened, ids)
         return compare_stages(opened, given, ids, options, dtype)
     except InvalidField as error:
         field = FIELDS.get(error.field)
         raise (invalid("b", str(error)) if field is None else invalid(field, error.reason)) from None
     except CheckpointError as error:
         raise invalid("b", str(error)) from None
+
+
+def read_tensors(text: str) -> StageTensors:
+    """The stages that a request holds as base64. Raises 400 if they are not a safetensors file."""
+    try:
+        content = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise invalid("b.tensors", "is not base64; send the bytes of a safetensors file as base64") from None
+    try:
+        return read_safetensors_bytes(content, "b.tensors")
+    except CheckpointError as error:
+        raise invalid("b.tensors", str(error).removeprefix("b.tensors: ")) from None
+
+
+def find_path(name: str, settings: Settings) -> Path:
+    """The file or directory that a request names. Raises 400 if there is none, or if it is not below the directory."""
+    if settings.compare_directory is None:
+        raise invalid("b.path", "this server has no files to compare with; start it with --compare-directory DIRECTORY")
+    root = settings.compare_directory.resolve()
+    path = root / name
+    try:
+        path = path.resolve()
+        is_found = path != root and path.is_relative_to(root) and path.exists()
+    except (OSError, RuntimeError):  # such as a link to itself
+        is_found = False
+    if not is_found:
+        raise invalid("b.path", f"{name!r} is not in the directory of --compare-directory")
+    return path
+
+
+def read_path(path: Path, root: Path, max_bytes: int) -> StageTensors | OpenCheckpoint:
+    """Read a file of stages of up to `max_bytes`, or open a checkpoint. Errors name the path below `root` only."""
+    try:
+        if path.is_file() and path.suffix in STAGE_SUFFIXES:
+            return read_stage_file(path, max_bytes)
+        if path.is_dir() or path.suffix == ".gguf":
+            return open_checkpoint(str(path), name=path.name)
+    except (ValueError, OSError) as error:
+        raise invalid("b.path", str(error).replace(f"{root}/", "")) from None
+    raise invalid("b.path", "is neither a safetensors or npz file of stages nor a checkpoint")
+
+
+def given_stages(
+    body: CompareRequest, source: Source, call: ModelCall, opened: OpenCheckpoint, ids: list[int]
+) -> Given:
+    """The stages of B. If B is a network, it is computed here."""
+    if isinstance(source, StageTensors):
+        return match_stages(source, opened.config, ids, body.names)
+    if isinstance(source, OpenCheckpoint):
+        require_comparable(opened.config, source.config, len(ids))
+        dtype = torch.float32 if source.dtype == torch.float64 else source.dtype
+        dtype = dtype if body.dtype is None else DTYPES[body.dtype]
+        return record_stages(source.name, source.network(dtype), ids, dtype, opened.config)
+    assert body.b.setting is not None
+    return _setting_stages(body.b.setting, call, opened, ids)
+
+
+def _setting_stages(setting: CompareSetting, call: ModelCall, opened: OpenCheckpoint, ids: list[int]) -> Given:
+    checkpoint, settings = call.checkpoint, call.state.settings
+    served = checkpoint.model.embed.weight.dtype
+    dtype = served if setting.dtype is None else DTYPES[setting.dtype]
+    quantize = checkpoint.quantization if setting.quantize in (None, settings.quantize) else setting.quantize
+    kernels = settings.kernels if setting.kernels is None else setting.kernels
+    is_served = (dtype, quantize, kernels) == (served, checkpoint.quantization, settings.kernels)
+    network = checkpoint.model if is_served else opened.network(dtype, quantize=quantize, kernels=kernels)
+    described = ", ".join([str(dtype).removeprefix("torch."), *_described(quantize, settings), kernels])
+    return record_stages(f"{checkpoint.name} ({described})", network, ids, dtype, opened.config)
+
+
+def _described(quantize: Quantization | LayerFormats, settings: Settings) -> list[str]:
+    if not isinstance(quantize, str):
+        return [settings.quantize]
+    return [] if quantize in ("none", "stored") else [quantize]

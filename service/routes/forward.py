@@ -3,7 +3,6 @@
 With edits, the pass is the edited one. With `baseline`, a plain pass runs before it, and both are compared.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,19 +15,22 @@ from torch import Tensor
 from forwardscope.local_results import describe_changes, describe_loss, describe_predictions
 from forwardscope.results import passes as results
 from forwardscope.results.passes import PassTimings
+from forwardscope.results.stages import FromPrevious, Published
 from model.analysis.forward_trace import Trace, TracedPass
 from model.tracing.pauses import pause
 from model.tracing.predictions import predict
-from model.tracing.selection import Detail, StageTrace
+from model.tracing.selection import Detail, Selection, StageTrace
+from model.tracing.stages import Stage
+from model.worked_examples import WorkedExample, compare
+from service.answers.call import RouteCall
 from service.answers.forward_plan import ForwardPlan, ForwardPlanner
 from service.answers.passes import SAFETENSORS_MEDIA_TYPE, PassAnswer, PreparedAnswer, wants_safetensors
 from service.answers.prompt_passes import PromptInputs, answer_prompts
 from service.answers.prompts import as_list
 from service.answers.stage_answers import stage_answer
 from service.answers.subject import find_subject
-from service.answers.worked_example_answers import published_answer, worked_example_answer
 from service.http.bodies import JsonRoute
-from service.http.encoding import cast
+from service.http.encoding import cast, json_array
 from service.http.forward_schemas import ForwardRequest
 from service.http.openapi import BINARY, also
 from service.state import StateDep
@@ -43,15 +45,12 @@ router = APIRouter(route_class=JsonRoute, tags=["inside"])
     responses=also(SAFETENSORS_MEDIA_TYPE, BINARY),
 )
 async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Response:
-    arrived, as_safetensors = time.perf_counter(), wants_safetensors(request)
+    call, as_safetensors = RouteCall(request, state), wants_safetensors(request)
     subject = find_subject(state, body.model, body.adapter)
     prompts, is_list = as_list(body.prompt)
-    num_globs = len(body.stages)
-    inputs = PromptInputs(
-        request, state, subject, arrived, body, prompts, is_list, as_safetensors, body.scales, num_globs
-    )
-    make_planner = partial(ForwardPlanner, body, subject, len(prompts), is_list, as_safetensors)
-    return await answer_prompts(inputs, make_planner, prepare_answer)
+    inputs = PromptInputs(call, subject, body, prompts, is_list, as_safetensors, body.scales, len(body.stages))
+    planner = ForwardPlanner(body, subject, len(prompts), is_list, as_safetensors)
+    return await answer_prompts(inputs, planner.plan, prepare_answer)
 
 
 def prepare_answer(plan: ForwardPlan) -> PreparedAnswer:
@@ -86,15 +85,15 @@ def describe_pass(plan: ForwardPlan, found: Trace) -> tuple[dict[str, Any], dict
     """The fields of a `Pass`, and the tensors of a safetensors answer."""
     stages = [with_detail(kept, plan.selection.detail) for kept in found.stages]
     values = {kept.stage.name: cast_values(plan, kept) for kept in stages}
+    published = {}
+    if (example := plan.example) is not None:
+        published = {kept.stage: published_answer(example, kept.stage, plan.selection) for kept in stages}
     top = []
     if plan.top_k:
         top = predict(found.logits[list(plan.rows)], plan.top_k, plan.subject.network.backend.summaries)
     fields = {
         "stages": tuple(
-            stage_answer(
-                kept, values[kept.stage.name], plan.encoding, published_answer(plan.example, kept.stage, plan.selection)
-            )
-            for kept in stages
+            stage_answer(kept, values[kept.stage.name], plan.encoding, published.get(kept.stage)) for kept in stages
         ),
         "predictions": describe_predictions(plan.rows, top, plan.subject.text_of),
         "loss": describe_loss(found.loss, found.loss.tolist()),
@@ -118,3 +117,30 @@ def cast_values(plan: ForwardPlan, kept: StageTrace) -> Tensor | None:
         return kept.values
     pause()
     return cast(kept.values, plan.dtype, kept.stage.name)
+
+
+def published_answer(example: WorkedExample, stage: Stage, selection: Selection) -> Published | None:
+    """The printed numbers of one stage, restricted to the positions and heads of the request.
+
+    None if the article prints no numbers of the stage.
+    """
+    found = {comparison.stage: comparison for comparison in compare(example).stages}.get(stage.name)
+    if found is None:
+        return None
+    previous = found.from_previous
+    sizes = example.sizes(len(example.prompt_ids))
+    return Published(
+        values=json_array(selection.take(stage, found.published.numbers(), sizes)),
+        squared=found.published.squared,
+        max_difference=found.max_difference,
+        agrees=found.agrees,
+        from_previous=None if previous is None else FromPrevious(previous.max_difference, previous.agrees),
+    )
+
+
+def worked_example_answer(example: WorkedExample) -> results.WorkedExample:
+    """The printed results of the whole pass, and its slips: printed numbers that do not follow from earlier ones."""
+    comparison = compare(example)
+    computed = tuple(results.PublishedResult(**vars(each)) for each in comparison.results)
+    slips = tuple(results.Slip(**vars(each)) for each in comparison.slips)
+    return results.WorkedExample(example.title, example.source, computed, slips)

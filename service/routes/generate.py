@@ -1,27 +1,27 @@
 """POST /generate: continue a prompt. The answer is sent whole, or streamed token by token as Server-Sent Events."""
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from forwardscope.local_results import describe_logprobs, describe_top_logprobs
 from forwardscope.results import generations
 from model.engine.request import Output
 from model.text.transcript import TokenOutput
+from service.answers.call import model_call
 from service.answers.constraints import compile_constraint, structured_output
 from service.answers.edits import check_baseline
-from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation, whole_answer
+from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation
 from service.answers.generation_changes import changes_answer
 from service.answers.generation_plan import Inputs, Options
 from service.answers.prompts import prompt_ids
-from service.answers.token_logprobs import logprob_answer, top_logprobs
 from service.http.bodies import JsonRoute
 from service.http.errors import invalid
 from service.http.generate_schemas import GenerateRequest
 from service.http.openapi import EVENT, also
 from service.http.sse import EventStream, event
-from service.state import CheckpointDep, State, StateDep, find_adapter
+from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["text"])
 DEFAULT_MAX_TOKENS = 128
@@ -33,12 +33,11 @@ DEFAULT_MAX_TOKENS = 128
     response_model=generations.Generation,
     responses=also("text/event-stream", EVENT),
 )
-async def generate(body: GenerateRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
-    arrived = time.perf_counter()
-    adapter = find_adapter(checkpoint, body.model, body.adapter)
+async def generate(body: GenerateRequest, request: Request, state: StateDep) -> Response:
+    call = model_call(body, request, state)
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "0 generates nothing; send at least 1, or ask for the prompt with echo")
-    ids = await prompt_ids(request, state, checkpoint, body.prompt)
+    ids = await prompt_ids(call, body.prompt)
     options = Options(
         id_prefix="gen-",
         max_tokens=body.max_tokens,
@@ -54,13 +53,12 @@ async def generate(body: GenerateRequest, request: Request, state: StateDep, che
         raise invalid("baseline", "cannot be streamed, because the runs are compared at their end; leave out stream")
     if body.baseline and body.scales is not None:
         raise invalid("baseline", "is for one run of the edits; leave it out, and send 0 among the scales")
-    constraint = await compile_constraint(request, state, structured_output(body.structured_outputs))
+    constraint = await compile_constraint(call, structured_output(body.structured_outputs))
     prompts = [ids] * len(body.scales or [None])
-    inputs = Inputs(request, state, checkpoint, arrived, body, options, prompts, constraint, adapter, body.scales)
-    generation = await start_generation(inputs)
+    generation = await start_generation(Inputs(call, body, options, prompts, constraint, body.scales))
     if body.stream:
         return EventStream(generation.events(Events(generation)), on_close=generation.close)
-    return await whole_answer(request, generation, answer(generation, state, adapter, body.baseline))
+    return await generation.respond_with(answer(generation, body.baseline))
 
 
 class Events:
@@ -92,16 +90,16 @@ class Events:
         if token.logprobs is None:
             return generations.EventToken(token.token_id, None)
         return generations.EventToken(
-            token.token_id, token.logprobs.chosen, top_logprobs(token, self._generation.text_of)
+            token.token_id, token.logprobs.chosen, describe_top_logprobs(token, self._generation.text_of)
         )
 
 
-async def answer(generation: Generation, state: State, adapter: str | None, has_baseline: bool) -> bytes:
+async def answer(generation: Generation, has_baseline: bool) -> bytes:
     """Wait until every choice has ended, and encode the answer. With a baseline, its choices follow the others."""
     collected = await generation.collect()
     num_own = len(collected) - (generation.params.n if has_baseline else 0)
     own, plain = collected[:num_own], collected[num_own:]
-    changed = tuple([await changes(choice, generation, state, adapter) for choice in own]) if plain else ()
+    changed = tuple([await changes(choice, generation) for choice in own]) if plain else ()
     return await generation.encode(lambda: describe(generation, own, plain, changed))
 
 
@@ -126,15 +124,12 @@ def describe(
     )
 
 
-async def changes(
-    choice: Choice, generation: Generation, state: State, adapter: str | None
-) -> generations.ChoiceChanges:
+async def changes(choice: Choice, generation: Generation) -> generations.ChoiceChanges:
     """Describe how far the edits have moved the residuals of a choice."""
     edits = generation.edits[0]
     assert edits is not None
     ids = [*generation.prompts[0], *(token.token_id for token in choice.tokens[:-1])]
-    stages = await changes_answer(state, generation.checkpoint, adapter, edits, ids, generation.arrived)
-    return generations.ChoiceChanges(choice.index, stages)
+    return generations.ChoiceChanges(choice.index, await changes_answer(generation.call, edits, ids))
 
 
 def choice_fields(choice: Choice, generation: Generation) -> dict[str, Any]:
@@ -146,7 +141,7 @@ def choice_fields(choice: Choice, generation: Generation) -> dict[str, Any]:
         "choice": choice.index,
         "text": choice.text,
         "tokens": tuple(token.token_id for token in tokens),
-        "logprobs": tuple(logprob_answer(token, generation.text_of) for token in tokens) if has_logprobs else None,
+        "logprobs": tuple(describe_logprobs(token, generation.text_of) for token in tokens) if has_logprobs else None,
         "trace": tuple(choice.traces) if generation.is_traced else None,
         **end_fields(choice.last),
     }

@@ -1,6 +1,5 @@
 """POST /infill: write the text between a prefix and a suffix, in the form of llama-server."""
 
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -8,22 +7,21 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from forwardscope.results.infill import InfillAnswer, InfillLogprob, InfillPart, InfillToken
-from model.checkpoints.load import Checkpoint
 from model.text.fill_in_middle import middle_prompt, other_files
 from model.text.tokenizer import Tokenizer
 from model.text.transcript import TokenOutput
+from service.answers.call import ModelCall, model_call
 from service.answers.constraints import compile_constraint, structured_output
-from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation, whole_answer
+from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation
 from service.answers.generation_plan import Inputs, Options
-from service.answers.openai_answers import TokenStrings, check_implemented, finish_reason
+from service.answers.openai_answers import TokenStrings, finish_reason
 from service.answers.prompts import tokenize
 from service.http.bodies import JsonRoute
-from service.http.errors import invalid, wrong_shape
+from service.http.errors import invalid, no_effect
 from service.http.infill_schemas import InfillRequest
 from service.http.openapi import EVENT, also
 from service.http.sse import EventStream, event
-from service.ignored_fields import is_strict, note_ignored
-from service.state import CheckpointDep, State, StateDep, find_adapter
+from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["text"])
 DEFAULT_MAX_TOKENS = 128
@@ -35,15 +33,10 @@ DEFAULT_MAX_TOKENS = 128
     response_model=InfillAnswer | InfillPart,
     responses=also("text/event-stream", EVENT),
 )
-async def infill(body: InfillRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
-    arrived = time.perf_counter()
-    adapter = find_adapter(checkpoint, body.model, body.adapter)
-    check_implemented(body)
-    if body.samplers:
-        if is_strict(request.scope, state.settings.strict_fields):
-            raise wrong_shape("samplers", "has no effect on this server; leave it out", "literal_error")
-        note_ignored(request.scope, ["samplers"])
-    prompt, param = await read_prompt(body, request, state, checkpoint)
+async def infill(body: InfillRequest, request: Request, state: StateDep) -> Response:
+    call = model_call(body, request, state)
+    call.leave_out(["samplers"] if body.samplers else [], no_effect)
+    prompt, param = await read_prompt(body, call)
     options = Options(
         id_prefix="infill-",
         max_tokens=None if body.n_predict == -1 else body.n_predict,
@@ -52,20 +45,17 @@ async def infill(body: InfillRequest, request: Request, state: StateDep, checkpo
         logprobs=body.n_probs or None,
         field_names={"prompt": param, "max_tokens": "n_predict"},
     )
-    constraint = await compile_constraint(request, state, structured_output(body.structured_outputs))
-    inputs = Inputs(request, state, checkpoint, arrived, body, options, [prompt], constraint, adapter)
-    generation = await start_generation(inputs)
+    constraint = await compile_constraint(call, structured_output(body.structured_outputs))
+    generation = await start_generation(Inputs(call, body, options, [prompt], constraint))
     writer = Writer(body, generation)
     if body.stream:
         return EventStream(generation.events(writer.events, done=b""), on_close=generation.close)
-    return await whole_answer(request, generation, writer.answer())
+    return await generation.respond(writer.answer)
 
 
-async def read_prompt(
-    body: InfillRequest, request: Request, state: State, checkpoint: Checkpoint
-) -> tuple[list[int], str]:
+async def read_prompt(body: InfillRequest, call: ModelCall) -> tuple[list[int], str]:
     """The token ids of the prompt, and the field that has the most of it, which errors name."""
-    tokenizer = checkpoint.tokenizer
+    tokenizer = call.checkpoint.tokenizer
     if tokenizer is None or middle_prompt(tokenizer, (), ()) is None:
         reason = "the tokenizer of this model has no tokens to fill in the middle; use POST /v1/completions"
         raise invalid("input_prefix", reason)
@@ -74,8 +64,8 @@ async def read_prompt(
     sizes = {name: len(text.encode()) for name, text in texts.items()}
     sizes["input_extra"] = sum(len(name.encode()) + len(text.encode()) for name, text in files)
     param = max(sizes, key=lambda name: sizes[name])
-    encode = partial(encode_prompt, tokenizer, texts, files, checkpoint.model.config.max_positions)
-    return await tokenize(encode, sum(sizes.values()), request, state, checkpoint, param), param
+    encode = partial(encode_prompt, tokenizer, texts, files, call.checkpoint.model.config.max_positions)
+    return await tokenize(call, encode, sum(sizes.values()), param), param
 
 
 def encode_prompt(
@@ -97,14 +87,10 @@ class Writer:
     def __init__(self, body: InfillRequest, generation: Generation) -> None:
         self._body = body
         self._generation = generation
-        self._strings = TokenStrings(generation.checkpoint.tokenizer, as_ids=False)
+        self._strings = TokenStrings(generation.call.checkpoint.tokenizer, as_ids=False)
 
-    async def answer(self) -> bytes:
-        """Wait until the text has ended, and encode the answer."""
-        (choice,) = await self._generation.collect()
-        return await self._generation.encode(partial(self._answer, choice))
-
-    def _answer(self, choice: Choice) -> InfillAnswer:
+    def answer(self, choices: list[Choice]) -> InfillAnswer:
+        (choice,) = choices
         assert choice.last is not None
         traces = choice.traces if self._generation.is_traced else None
         return self._end(choice.last, self._fields(choice.tokens, traces))

@@ -4,7 +4,6 @@ With edits, the logits are those of the edited pass. With `baseline`, a plain pa
 compared.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,8 @@ from model.analysis.edit_changes import change_of
 from model.ops.torch_ops import TORCH
 from model.tracing.pauses import pause, pieces
 from service.answers.budget import Budget, ResponseContents, pass_bytes
-from service.answers.edits import check_baseline
+from service.answers.call import model_call
+from service.answers.edits import answer_bytes, check_baseline
 from service.answers.passes import SAFETENSORS_MEDIA_TYPE, PassAnswer, PreparedAnswer, wants_safetensors
 from service.answers.prompt_passes import PromptInputs, PromptPlan, answer_prompts
 from service.answers.prompts import as_list, find_positions
@@ -31,7 +31,7 @@ from service.http.encoding import json_array
 from service.http.errors import invalid
 from service.http.logits_schemas import LogitsRequest
 from service.http.openapi import BINARY, also
-from service.state import CheckpointDep, StateDep, find_adapter
+from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
 
@@ -44,6 +44,24 @@ class LogitsPlan(PromptPlan):
     rows: list[int]
     as_safetensors: bool
 
+    def make_budget(self) -> Budget:
+        """Bound the answer, and the logits of the passes."""
+        body, vocab_size, num_rows = self.body, self.subject.sizes(len(self.ids))["d_vocab"], len(self.rows)
+        num_runs = 2 if body.baseline else 1
+        # The tokens of the prompt; for each row, the object around it and its most likely tokens.
+        num_tokens = len(self.ids) + num_rows * (1 + (body.top_k or 0))
+        contents = ResponseContents(
+            num_records=2,
+            num_predictions=num_tokens,
+            token_bytes=self.subject.longest_token_bytes,
+            num_values=num_rows * (body.top_k or vocab_size) * (2 if body.logprobs else 1),
+            encoding="safetensors" if self.as_safetensors else "json",
+            extra_bytes=answer_bytes(self.edit_plan),
+            num_choices=num_runs,
+        )
+        largest_tensors = num_runs * pass_bytes(num_logits=num_rows * vocab_size)
+        return Budget(contents.num_bytes, largest_tensors, "positions, top_k or logprobs")
+
 
 @router.post(
     "/logits",
@@ -51,47 +69,21 @@ class LogitsPlan(PromptPlan):
     response_model=results.Logits | results.LogitsList,
     responses=also(SAFETENSORS_MEDIA_TYPE, BINARY),
 )
-async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
-    arrived, as_safetensors = time.perf_counter(), wants_safetensors(request)
-    subject = checkpoint_subject(checkpoint, find_adapter(checkpoint, body.model, body.adapter))
+async def logits(body: LogitsRequest, request: Request, state: StateDep) -> Response:
+    call, as_safetensors = model_call(body, request, state), wants_safetensors(request)
     check_baseline(body.baseline, body.edits)
-    vocab_size = checkpoint.model.config.vocab_size
+    vocab_size = call.checkpoint.model.config.vocab_size
     if body.top_k is not None and body.top_k > vocab_size:
         raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {vocab_size} tokens")
     prompts, is_list = as_list(body.prompt)
-    inputs = PromptInputs(request, state, subject, arrived, body, prompts, is_list, as_safetensors, body.scales)
-    return await answer_prompts(inputs, partial(LogitsPlanner, body, as_safetensors), prepare_answer)
+    subject = checkpoint_subject(call.checkpoint, call.adapter)
+    inputs = PromptInputs(call, subject, body, prompts, is_list, as_safetensors, body.scales)
 
+    def plan(index: int, prompt: PromptPlan) -> LogitsPlan:
+        rows = find_rows(body, len(prompt.ids))
+        return LogitsPlan(**vars(prompt), body=body, rows=rows, as_safetensors=as_safetensors)
 
-@dataclass(frozen=True)
-class LogitsPlanner:
-    """Checks the positions of a request for each of its prompts. The route checks its other fields."""
-
-    body: LogitsRequest
-    as_safetensors: bool
-
-    def plan(self, index: int, prompt: PromptPlan) -> LogitsPlan:
-        rows = find_rows(self.body, len(prompt.ids))
-        return LogitsPlan(**vars(prompt), body=self.body, rows=rows, as_safetensors=self.as_safetensors)
-
-    @staticmethod
-    def make_budget(plan: LogitsPlan) -> Budget:
-        """Bound the answer, and the logits of the passes."""
-        body, vocab_size, num_rows = plan.body, plan.subject.sizes(len(plan.ids))["d_vocab"], len(plan.rows)
-        num_runs = 2 if body.baseline else 1
-        # The tokens of the prompt; for each row, the object around it and its most likely tokens.
-        num_tokens = len(plan.ids) + num_rows * (1 + (body.top_k or 0))
-        contents = ResponseContents(
-            num_records=2,
-            num_predictions=num_tokens,
-            token_bytes=plan.subject.longest_token_bytes,
-            num_values=num_rows * (body.top_k or vocab_size) * (2 if body.logprobs else 1),
-            encoding="safetensors" if plan.as_safetensors else "json",
-            extra_bytes=plan.edits_bytes,
-            num_choices=num_runs,
-        )
-        largest_tensors = num_runs * pass_bytes(num_logits=num_rows * vocab_size)
-        return Budget(contents.num_bytes, largest_tensors, "positions, top_k or logprobs")
+    return await answer_prompts(inputs, plan, prepare_answer)
 
 
 def find_rows(body: LogitsRequest, num_tokens: int) -> list[int]:

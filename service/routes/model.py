@@ -1,6 +1,6 @@
 """GET /models and GET /model: the served model with its adapters, shape, parameters and stages, and the limits."""
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from fastapi import APIRouter, Response
 
@@ -60,16 +60,8 @@ async def model(state: StateDep, checkpoint: CheckpointDep) -> Response:
         sizes={dim: "T" if dim in prompt_dims else size for dim, size in sizes_of(network.config, 0).items()},
         stages=tuple(CatalogueStage(stage.name, stage.dims) for stage in checkpoint.stages),
         limits=Limits(
+            **settings.model_dump(include={each.name for each in fields(Limits)}),
             max_positions=network.config.max_positions,
-            max_body_bytes=settings.max_body_bytes,
-            max_response_bytes=settings.max_response_bytes,
-            max_pass_bytes=settings.max_pass_bytes,
-            max_pass_tokens=settings.max_pass_tokens,
-            max_num_seqs=settings.max_num_seqs,
-            max_waiting_requests=settings.max_waiting_requests,
-            max_waiting_tokens=settings.max_waiting_tokens,
-            max_vector_bytes=settings.max_vector_bytes,
-            max_vectors=settings.max_vectors,
             cache_tokens=engine.num_cache_tokens,
             cache_token_bytes=bytes_of_token(network.config, network.embed.weight.dtype, settings.kv_cache_dtype),
         ),

@@ -1,81 +1,111 @@
 """POST /score: the log-probabilities of texts that may follow a prompt, computed as one batch."""
 
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
-from forwardscope.results.scores import Scores
-from model.checkpoints.load import Checkpoint
+from forwardscope.local_results import TextOf
+from forwardscope.results.generations import Logprob, Usage
+from forwardscope.results.passes import PassTimings
+from forwardscope.results.records import Columns
+from forwardscope.results.scores import ContinuationScore, Scores
 from model.errors import InvalidField
 from model.text.scored_continuations import MAX_TOKENIZED_BYTES, encode_continuations
-from service.answers.generation import start_generation, whole_answer
+from model.text.transcript import TokenOutput
+from service.answers.call import ModelCall, model_call
+from service.answers.generation import Choice, Generation, start_generation
 from service.answers.generation_plan import Inputs, Options
+from service.answers.openai_answers import finish_reason
 from service.answers.prompts import check_ids, prompt_ids, refusing_overflow
-from service.answers.scores import answer
 from service.http.bodies import JsonRoute
 from service.http.disconnects import unless_disconnected
 from service.http.errors import invalid, invalid_field
 from service.http.generate_schemas import GenerationRequest
 from service.http.openapi import error_answers
 from service.http.score_schemas import ScoreRequest
-from service.state import CheckpointDep, State, StateDep, find_adapter
+from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["text"])
 
 
 @router.post("/score", summary="Log-probabilities of continuations", response_model=Scores, responses=error_answers())
-async def score(body: ScoreRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
-    arrived = time.perf_counter()
-    adapter = find_adapter(checkpoint, body.model, body.adapter)
-    ids, continuations = await read_texts(body, request, state, checkpoint)
+async def score(body: ScoreRequest, request: Request, state: StateDep) -> Response:
+    call = model_call(body, request, state)
+    ids, continuations = await read_texts(body, call)
     options = Options(
         id_prefix="score",
         max_tokens=0,
-        default_max_tokens=None,
-        n=1,
         prompt_logprobs=0,
         num_shared=len(ids),
         field_names={"prompt": "continuations"},
     )
     fields = GenerationRequest(edits=body.edits, cache_salt=body.cache_salt)
     prompts = [[*ids, *each] for each in continuations]
-    generation = await start_generation(
-        Inputs(request, state, checkpoint, arrived, fields, options, prompts, None, adapter)
-    )
-    return await whole_answer(request, generation, answer(generation, len(ids)))
+    generation = await start_generation(Inputs(call, fields, options, prompts, None))
+    return await generation.respond_with(answer(generation, len(ids)))
 
 
-async def read_texts(
-    body: ScoreRequest, request: Request, state: State, checkpoint: Checkpoint
-) -> tuple[list[int], list[list[int]]]:
+async def read_texts(body: ScoreRequest, call: ModelCall) -> tuple[list[int], list[list[int]]]:
     """The token ids of the prompt and of each continuation. Raises 400 for a wrong one."""
-    ids = await prompt_ids(request, state, checkpoint, body.prompt)
+    ids = await prompt_ids(call, body.prompt)
     texts = [each for each in body.continuations if isinstance(each, str)]
     continuations = [each for each in body.continuations if not isinstance(each, str)]
     if texts and isinstance(body.prompt, str):
-        continuations = await read_continuations(body.prompt, ids, texts, request, state, checkpoint)
+        continuations = await read_continuations(body.prompt, ids, texts, call)
     elif texts:
         raise invalid("continuations", "are texts, but the prompt is token ids; send both as texts, or both as ids")
     for index, each in enumerate(continuations):
         param = f"continuations.{index}"
         if not each:
             raise invalid(param, "is empty; send at least one token", "empty")
-        check_ids(each, checkpoint.model.config.vocab_size, param)
+        check_ids(each, call.checkpoint.model.config.vocab_size, param)
     return ids, continuations
 
 
-async def read_continuations(
-    prompt: str, ids: list[int], texts: Sequence[str], request: Request, state: State, checkpoint: Checkpoint
-) -> list[list[int]]:
+async def read_continuations(prompt: str, ids: list[int], texts: Sequence[str], call: ModelCall) -> list[list[int]]:
     """Tokenize texts after a prompt, outside of the event loop."""
-    tokenizer, max_tokens = checkpoint.tokenizer, checkpoint.model.config.max_positions
+    tokenizer, max_tokens = call.checkpoint.tokenizer, call.checkpoint.model.config.max_positions
     assert tokenizer is not None, "the prompt was tokenized"
     encode = partial(encode_continuations, tokenizer, prompt, ids, texts, max_tokens)
     num_bytes = min(len(prompt.encode()) * len(texts), MAX_TOKENIZED_BYTES)
     try:
-        with refusing_overflow(checkpoint, "continuations"):
-            return await unless_disconnected(request, state.worker.run_text(encode, num_bytes))
+        with refusing_overflow(call.checkpoint, "continuations"):
+            return await unless_disconnected(call.request, call.state.worker.run_text(encode, num_bytes))
     except InvalidField as error:
         raise invalid_field(error) from None
+
+
+async def answer(generation: Generation, num_shared: int) -> bytes:
+    """Wait until every continuation is computed, and encode the answer."""
+    choices = await generation.collect()
+    lasts = [choice.last for choice in choices if choice.last is not None]
+    for last in lasts:
+        assert last.end is not None
+        finish_reason(last.end, generation)
+    return await generation.encode(lambda: describe(generation, choices, num_shared, lasts[0].num_cached))
+
+
+def describe(generation: Generation, choices: list[Choice], num_shared: int, num_cached: int) -> Scores:
+    num_scored = generation.num_prompt - num_shared * len(choices)
+    queue_seconds = generation.timings().queue_seconds
+    return Scores(
+        model=generation.model_name,
+        scores=tuple(score_of(choice.prompt_tokens[num_shared:], generation.text_of) for choice in choices),
+        usage=Usage(num_shared, num_scored, num_cached),
+        timings=PassTimings(queue_seconds, time.perf_counter() - generation.call.arrived - queue_seconds),
+        edits=generation.edit_answers(0),
+    )
+
+
+def score_of(tokens: Sequence[TokenOutput], text_of: TextOf) -> ContinuationScore:
+    """The score of one continuation."""
+    found = [token.logprobs for token in tokens if token.logprobs is not None]
+    assert len(found) == len(tokens), "every token after a prompt has a log-probability"
+    logprobs, ids = [each.chosen for each in found], [token.token_id for token in tokens]
+    total, is_greedy = math.fsum(logprobs), all(each.rank == 1 for each in found)
+    return ContinuationScore(
+        total, total / len(tokens), is_greedy, Columns(Logprob, ids, list(map(text_of, ids)), logprobs)
+    )

@@ -4,7 +4,7 @@ import time
 
 from fastapi import APIRouter, Response
 
-from forwardscope.results.server import CacheStatus, ServiceStatus, TokenRates
+from forwardscope.results.server import CacheStatus, ServiceStatus
 from model import __version__
 from service.http.encoding import json_response
 from service.state import State, StateDep
@@ -14,7 +14,7 @@ router = APIRouter(tags=["operation"])
 
 @router.get("/status", summary="Requests, cache and tokens per second at this moment", response_model=ServiceStatus)
 async def status(state: StateDep) -> Response:
-    rates, stats = state.token_rates.rates(), None if state.engine is None else state.engine.stats()
+    stats = None if state.engine is None else state.engine.stats()
     found = ServiceStatus(
         version=__version__,
         model=None if state.checkpoint is None else state.checkpoint.name,
@@ -27,7 +27,7 @@ async def status(state: StateDep) -> Response:
         sequences_waiting=0 if stats is None else stats.num_waiting,
         max_sequences=state.settings.max_num_seqs,
         cache=cache_status(state),
-        tokens_per_second=TokenRates(rates.seconds, rates.prompt, rates.generated),
+        tokens_per_second=state.token_rates.rates(),
     )
     return json_response(found)
 

@@ -8,18 +8,17 @@ from forwardscope.results.server import DecodedText, Tokens, VllmTokens
 from model.checkpoints.load import Checkpoint
 from model.text.tokenizer import Spans, Tokenizer, TooManyTokens
 from service.answers.budget import Budget, ResponseContents
+from service.answers.call import ModelCall, model_call
 from service.answers.conversations import conversation_ids, find_template
 from service.answers.offered_tools import read_tools
 from service.answers.prompts import check_ids, longest_token_bytes, token_answers, token_text
-from service.http.access_log import note_tokens
 from service.http.bodies import JsonRoute
-from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import invalid, wrong_shape
 from service.http.openai_schemas import ChatRequest
 from service.http.openapi import error_answers
 from service.http.tokenize_schemas import DetokenizeRequest, TokenizeRequest
-from service.state import CheckpointDep, State, StateDep, check_model, get_reservation
+from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["text"])
 SPECIAL_TOKENS = 16  # the most tokens that a tokenizer adds to a text
@@ -29,13 +28,14 @@ PIECE = 4096  # tokens that are encoded as JSON at a time, so that other threads
 
 
 @router.post("/tokenize", summary="Text to token ids", response_model=Tokens | VllmTokens, responses=error_answers())
-async def tokenize(body: TokenizeRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
-    check_model(checkpoint, body.model)
+async def tokenize(body: TokenizeRequest, request: Request, state: StateDep) -> Response:
+    call = model_call(body, request, state)
+    checkpoint = call.checkpoint
     field, text = find_text(body)
     if body.return_offsets and body.text is None:
         raise wrong_shape("return_offsets", "is for a text; send `text`, or leave the field out", "invalid_value")
     if body.messages is not None:
-        return await tokenize_messages(body, request, state, checkpoint)
+        return await tokenize_messages(body, call)
     for name in ("tools", "chat_template_kwargs"):
         if getattr(body, name):
             raise wrong_shape(name, "is for a conversation; send messages, or leave it out", "invalid_value")
@@ -51,7 +51,7 @@ async def tokenize(body: TokenizeRequest, request: Request, state: StateDep, che
         except TooManyTokens as error:
             reason = f"has at least {error.num_tokens} tokens; at most {MAX_TOKENS} are answered at once: send parts"
             raise invalid(field, reason, "too_many_tokens") from None
-        note_tokens(request, len(ids))
+        call.note_tokens(len(ids))
         if body.prompt is not None:
             strings = tuple(token_text(checkpoint, each) for each in ids) if body.return_token_strs else None
             return to_json(VllmTokens(len(ids), checkpoint.model.config.max_positions, tuple(ids), strings))
@@ -62,22 +62,22 @@ async def tokenize(body: TokenizeRequest, request: Request, state: StateDep, che
 
     extra_bytes = OFFSET_BYTES * max_tokens if body.return_offsets else 0
     contents = ResponseContents(num_tokens=max_tokens, text_bytes=max_tokens, extra_bytes=extra_bytes)
-    return await answer_text(request, state, answer, num_bytes, Budget(contents.num_bytes, 0, field))
+    return await answer_text(call, answer, num_bytes, Budget(contents.num_bytes, 0, field))
 
 
-async def tokenize_messages(body: TokenizeRequest, request: Request, state: State, checkpoint: Checkpoint) -> Response:
+async def tokenize_messages(body: TokenizeRequest, call: ModelCall) -> Response:
     """Answer with the tokens of a conversation, as the chat template of the model renders it."""
     if body.add_special_tokens and "add_special_tokens" in body.model_fields_set:
         reason = "must be false with messages, because the chat template writes special tokens itself"
         raise wrong_shape("add_special_tokens", reason, "invalid_value")
-    template = find_template(checkpoint)
+    template = find_template(call.checkpoint)
     names = ("messages", "add_generation_prompt", "tools", "chat_template_kwargs")
     chat = ChatRequest.model_validate({name: getattr(body, name) for name in names})
-    ids = await conversation_ids(chat, read_tools(chat), request, state, checkpoint, template)
-    note_tokens(request, len(ids))
-    contents = ResponseContents(num_tokens=len(ids), token_bytes=longest_token_bytes(checkpoint))
+    ids = await conversation_ids(chat, read_tools(chat), call, template)
+    call.note_tokens(len(ids))
+    contents = ResponseContents(num_tokens=len(ids), token_bytes=longest_token_bytes(call.checkpoint))
     budget = Budget(contents.num_bytes, 0, "messages")
-    return await answer_text(request, state, lambda: encode_tokens(ids, checkpoint, []), len(ids), budget)
+    return await answer_text(call, lambda: encode_tokens(ids, call.checkpoint, []), len(ids), budget)
 
 
 def encode_tokens(ids: Sequence[int], checkpoint: Checkpoint, offsets: Spans) -> memoryview:
@@ -91,26 +91,21 @@ def encode_tokens(ids: Sequence[int], checkpoint: Checkpoint, offsets: Spans) ->
     return memoryview(content)
 
 
-@router.post(
-    "/detokenize",
-    summary="Token ids to text",
-    response_model=DecodedText,
-    responses=error_answers(),
-)
-async def detokenize(body: DetokenizeRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
-    check_model(checkpoint, body.model)
-    tokenizer = _require(checkpoint.tokenizer, "tokens")
+@router.post("/detokenize", summary="Token ids to text", response_model=DecodedText, responses=error_answers())
+async def detokenize(body: DetokenizeRequest, request: Request, state: StateDep) -> Response:
+    call = model_call(body, request, state)
+    tokenizer = _require(call.checkpoint.tokenizer, "tokens")
     check_ids(body.tokens, tokenizer.vocab_size, "tokens")
-    note_tokens(request, len(body.tokens))
+    call.note_tokens(len(body.tokens))
     skip = body.skip_special_tokens
-    contents = ResponseContents(text_bytes=2 * len(body.tokens) * longest_token_bytes(checkpoint))
+    contents = ResponseContents(text_bytes=2 * len(body.tokens) * longest_token_bytes(call.checkpoint))
 
     def answer() -> bytes:
         whole = tokenizer.decode(body.tokens, skip_special_tokens=False)
         text = tokenizer.decode(body.tokens, skip_special_tokens=True) if skip else whole
         return to_json(DecodedText(text, whole))
 
-    return await answer_text(request, state, answer, len(body.tokens), Budget(contents.num_bytes, 0, "tokens"))
+    return await answer_text(call, answer, len(body.tokens), Budget(contents.num_bytes, 0, "tokens"))
 
 
 def find_text(body: TokenizeRequest) -> tuple[str, str]:
@@ -126,15 +121,11 @@ def find_text(body: TokenizeRequest) -> tuple[str, str]:
 
 
 async def answer_text(
-    request: Request, state: State, job: Callable[[], bytes | memoryview], num_bytes: int, budget: Budget
+    call: ModelCall, job: Callable[[], bytes | memoryview], num_bytes: int, budget: Budget
 ) -> Response:
     """Run a job on a text of `num_bytes` bytes, or on that many tokens. Raises 413 if the budget is over a limit."""
-    budget.check(state)
-    reservation = get_reservation(request)
-    reservation.reserve(budget.response_bytes)
-    content = await unless_disconnected(request, state.worker.run_text(job, num_bytes))
-    reservation.count(len(content) - budget.response_bytes)
-    return Response(content, media_type="application/json")
+    budget.check(call.state)
+    return await call.respond(budget.response_bytes, lambda: call.state.worker.run_text(job, num_bytes))
 
 
 def _require(tokenizer: Tokenizer | None, param: str) -> Tokenizer:

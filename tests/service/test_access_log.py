@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from service.http.access_log import find_request_id
+from service.http.request_reports import find_request_id
 from tests.service.running import Running, Start, wait_until
 
 LINE = re.compile(r"([A-Z]+|other|-) (/[\w/{}]*|unmatched|-) (\d+)(?: tokens=(\d+)\+(\d+))?(?: ms=(\d+\.\d))? id=(\S+)")

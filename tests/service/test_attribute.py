@@ -675,7 +675,7 @@ class TestThread:
 
     def test_running_jobs_are_counted_while_others_are_added(self) -> None:
         """`GET /metrics` counts them on another thread than the one that adds them."""
-        executors = Executors(max_jobs=8, timeout_seconds=1, note_change=lambda: None, has_steps=lambda: False)
+        executors = Executors(Settings(), note_change=lambda: None, has_steps=lambda: False)
 
         class Job(Future[None]):
             def running(self) -> bool:

@@ -10,11 +10,10 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from service.http import bodies
-from service.http.bodies import INLINE_BYTES, parse
+from service.http.bodies import INLINE_BYTES, MAX_DEPTH, check_values, parse
 from service.http.errors import MAX_NAMES, ApiError
 from service.http.forward_schemas import ForwardRequest
 from service.http.generate_schemas import GenerateRequest
-from service.http.json_values import MAX_DEPTH, check_values
 from tests.service.running import PATIENCE_SECONDS, Running, Start, wait_until
 from tests.service.test_bad_input import JSON
 

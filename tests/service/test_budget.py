@@ -81,7 +81,7 @@ class TestForward:
             encoding="json" if as_safetensors else data.draw(st.sampled_from(["json", "base64"])),
         )
         plan = plan_of(body, tiny.state, as_safetensors)
-        assert size_of(plan) <= ForwardPlanner.make_budget(plan).response_bytes
+        assert size_of(plan) <= plan.make_budget().response_bytes
 
     @pytest.mark.parametrize("encoding", ["json", "base64", "safetensors"])
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,7 +91,7 @@ class TestForward:
         body = {"prompt": [1] * CONTEXT, "stages": ["logits"], "detail": "values", "top_k": 0, "dtype": dtype}
         body |= {"encoding": "base64"} if encoding == "base64" else {}
         plan = plan_of(ForwardRequest.model_validate(body), tiny.state, encoding == "safetensors")
-        estimate, size = ForwardPlanner.make_budget(plan).response_bytes, size_of(plan)
+        estimate, size = plan.make_budget().response_bytes, size_of(plan)
         assert size <= estimate <= 2 * size + 64 * CONTEXT * 3
 
     @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -111,7 +111,7 @@ class TestForward:
         service = start(model=str(write_checkpoint(tmp_path, extra_token="-" * 4000)))
         body = ForwardRequest(prompt=[NUM_TOKENS] * CONTEXT, stages=["embed"], detail="none", top_k=0)
         plan = plan_of(body, service.state, as_safetensors)
-        assert size_of(plan) <= ForwardPlanner.make_budget(plan).response_bytes
+        assert size_of(plan) <= plan.make_budget().response_bytes
 
     def test_a_request_over_the_limit_is_refused_before_any_pass_and_the_message_says_what_to_reduce(
         self, tiny_directory: Path, start: Start
@@ -131,14 +131,14 @@ class TestForward:
             assert "20000" in error["message"]
             assert hint in error["message"].partition("reduce")[2]
         plan = plan_of(ForwardRequest(**body), service.state, False)
-        assert str(ForwardPlanner.make_budget(plan).response_bytes) in responses[0].json()["error"]["message"]
+        assert str(plan.make_budget().response_bytes) in responses[0].json()["error"]["message"]
         assert service.metric("trace_refused_total") == 3
         narrow = body | {"stages": ["blocks.0.attn.pattern"], "heads": [0], "positions": [0]}
         assert service.post("/forward", narrow).status_code == 200
 
     def test_an_estimate_equal_to_the_limit_is_allowed(self, tiny_directory: Path, start: Start, tiny: Running) -> None:
         body: dict[str, Any] = {"prompt": PROMPT, "stages": ["embed"], "detail": "values"}
-        estimate = ForwardPlanner.make_budget(plan_of(ForwardRequest(**body), tiny.state, False)).response_bytes
+        estimate = plan_of(ForwardRequest(**body), tiny.state, False).make_budget().response_bytes
         at = start(model=str(tiny_directory), max_response_bytes=estimate)
         below = start(model=str(tiny_directory), max_response_bytes=estimate - 1)
         assert (at.post("/forward", body).status_code, below.post("/forward", body).status_code) == (200, 413)

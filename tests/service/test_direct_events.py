@@ -11,7 +11,7 @@ import pytest
 from model.engine.request import Output, Request
 from model.text.transcript import End, GenerationParams
 from service.http.buffers import Buffers
-from service.http.chunk_writer import ChunkWriter
+from service.http.http_parser import ChunkWriter
 from service.metrics import RequestTimes
 from service.request_stream import BATCH_BYTES, OUTPUT_BYTES, RequestStream
 from service.routes.generate import Events

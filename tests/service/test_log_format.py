@@ -12,8 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.log_format import JsonFormatter, TextFormatter
-from service.request_ids import RequestIds, current_ids, handling
+from service.log_format import JsonFormatter, RequestIds, TextFormatter, current_ids, handling
 from tests.service.running import PATIENCE_SECONDS, ROOT, Running, process, wait_until
 
 IDS = RequestIds("mine", "1" * 32, "2" * 16)

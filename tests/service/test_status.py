@@ -87,7 +87,7 @@ def test_the_rates_are_those_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch
         counts[1] += 10 if second < 10 else 4
         counts[0] += 1
         rates.sample()
-        assert rates.rates().seconds <= service.token_rates.WINDOW_SECONDS + 1
+        assert rates.rates().window_seconds <= service.token_rates.WINDOW_SECONDS + 1
     assert rates.rates().generated == pytest.approx(4)
     assert rates.rates().prompt == pytest.approx(1)
     assert len(rates._samples) < 10

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fastapi import Request
 
 from forwardscope.results.attributions import (
     Patching,
@@ -23,9 +24,9 @@ from forwardscope.results.attributions import (
 from model.analysis.attribution.gradients import run_target
 from model.tracing.stages import select, stages_of
 from model.tracing.tap import Chain, Editor
-from service.answers import giving_way
+from service.answers import call
+from service.answers.call import RouteCall
 from service.http.errors import queue_full
-from service.state import State
 from service.worker import Worker
 from tests.service.running import Running, Start, read_events, validate, wait_until
 from tests.service.test_attribute import CORRUPTED, HALVE, PATCH, PROMPT, TARGET, attribute, halve, refuse
@@ -84,10 +85,10 @@ class TestSweeps:
     def test_a_sweep_gives_way_to_others_after_each_group(self, tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         given: list[tuple[float, int]] = []
 
-        async def give_way(state: State, seconds: float, num_own: int) -> None:
+        async def give_way(call: RouteCall, seconds: float, num_own: int) -> None:
             given.append((seconds, num_own))
 
-        monkeypatch.setattr("service.answers.attribution.sweep.give_way", give_way)
+        monkeypatch.setattr(RouteCall, "give_way", give_way)
         events = read_events(
             tiny.post(
                 "/attribute", {"method": "patching", **PATCH, "stages": ["*.resid_pre", "*.attn.z"], "stream": True}
@@ -104,10 +105,11 @@ class TestSweeps:
         async def sleep(seconds: float) -> None:
             slept.append(seconds)
 
-        monkeypatch.setattr(giving_way, "asyncio", SimpleNamespace(sleep=sleep))
+        monkeypatch.setattr(call, "asyncio", SimpleNamespace(sleep=sleep))
         for num_owners in (1, 2):
-            monkeypatch.setattr(giving_way, "get_engine", lambda _, num=num_owners: SimpleNamespace(num_owners=num))
-            asyncio.run(giving_way.give_way(tiny.state, 0.02, num_own=1))
+            monkeypatch.setattr(call, "get_engine", lambda _, num=num_owners: SimpleNamespace(num_owners=num))
+            request = RouteCall(Request({"type": "http"}), tiny.state)
+            asyncio.run(request.give_way(0.02, num_own=1))
         assert slept == pytest.approx([0.06])
 
     def test_a_streamed_sweep_has_the_cells_of_a_whole_one(self, tiny: Running) -> None:

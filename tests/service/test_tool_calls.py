@@ -387,7 +387,7 @@ def test_an_answer_that_is_cut_off_after_a_complete_call_says_so(ended: FinishRe
         id="c",
         model_name="m",
         num_choices=1,
-        checkpoint=SimpleNamespace(tokenizer=None),
+        call=SimpleNamespace(checkpoint=SimpleNamespace(tokenizer=None)),
         params=SimpleNamespace(shows_special=False),
         edit_answers=lambda index: (),
     )

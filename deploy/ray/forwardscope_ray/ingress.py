@@ -64,16 +64,7 @@ def ingress_app(replicas: DeploymentHandle, settings: Settings) -> Starlette:
     """The application of the ingress. Requests pass the same checks as those to a single server."""
     routes = [Mount("/", Forward(replicas, settings))]
     cors = [Middleware(Cors, origins=settings.cors_origin)] if settings.cors_origin else []
-    gate = Middleware(
-        Gate,
-        routes=routes,
-        buffers=Buffers(settings.max_buffered_bytes),
-        api_key=None if settings.api_key is None else settings.api_key.get_secret_value(),
-        allowed_hosts=settings.host_names,
-        max_body_bytes=settings.max_body_bytes,
-        max_put_bytes=settings.max_vector_bytes,
-        body_seconds=settings.body_timeout_seconds,
-    )
+    gate = Middleware(Gate, routes=routes, buffers=Buffers(settings.max_buffered_bytes), settings=settings)
     return Starlette(routes=routes, middleware=[*cors, Middleware(InternalErrors), gate])
 
 

@@ -12,10 +12,10 @@ from fastapi import Response
 from forwardscope.results import attributions as results
 from model.analysis.attribution.direct import DirectAttribution, direct_attribution
 from model.analysis.attribution.target import LogitTarget
-from service.answers.attribution.edits import bind, edits_bytes, plan_edits
 from service.answers.attribution.gradient_jobs import NEEDS_WHOLE_WEIGHTS, Copied, answer_gradients
 from service.answers.attribution.question import Question, read_logit
 from service.answers.budget import Budget, pass_bytes
+from service.answers.edits import answer_bytes
 from service.answers.passes import PassAnswer, PendingAnswer, answer_passes
 from service.http.attribute_schemas import DirectRequest
 from service.http.errors import invalid
@@ -25,7 +25,7 @@ async def answer_direct(body: DirectRequest, question: Question) -> Response:
     if question.state.ranks is not None:
         raise invalid("method", NEEDS_WHOLE_WEIGHTS, "tensor_parallel")
     target = await read_logit(question, body)
-    edits = await plan_edits(question, body.edits, question.ids)
+    edits = await question.plan_edits(body.edits, question.ids)
     config = question.checkpoint.model.config
     size = question.response_bytes(config.num_layers, 2 * config.num_layers * (config.num_heads + 4))
     if question.state.float_network is not None:
@@ -38,10 +38,10 @@ async def answer_direct(body: DirectRequest, question: Question) -> Response:
             question, results.DirectAttribution, job, num_passes=1, num_logits=1, response_bytes=size, edits=edits
         )
 
-    size += edits_bytes(edits)
+    size += answer_bytes(edits[0])
     budget = Budget(size, pass_bytes(num_logits=config.vocab_size), "prompt")
     budget.check(question.state)  # before the passes of sources
-    (bound,) = await bind(question, edits)
+    (bound,) = await question.bind(edits)
 
     def run(waited: float) -> PassAnswer:
         began = time.perf_counter()
@@ -52,7 +52,7 @@ async def answer_direct(body: DirectRequest, question: Question) -> Response:
         return PassAnswer(results.DirectAttribution(**head, **direct_fields(question, target, found)), {})
 
     answers = [PendingAnswer.alone(len(question.ids), run)]
-    response = await answer_passes(question.request, question.state, answers, budget=budget)
+    response = await answer_passes(question, answers, budget=budget)
     question.state.metrics.attributions.labels("direct").inc()
     return response
 

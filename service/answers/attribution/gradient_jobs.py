@@ -19,14 +19,11 @@ from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits
 from model.tracing.pauses import pause
 from model.tracing.stages import sizes_of
-from service.answers.attribution.edits import Plans, bind, edits_bytes
-from service.answers.attribution.question import Question
-from service.answers.budget import Budget
-from service.http.access_log import note_tokens
-from service.http.disconnects import unless_disconnected
+from service.answers.attribution.question import Plans, Question
+from service.answers.budget import Budget, check_num_tokens
+from service.answers.edits import answer_bytes
 from service.http.encoding import to_json
 from service.http.errors import ApiError, invalid
-from service.state import get_reservation
 
 FIELDS = "prompt, stages, positions, heads, detail or steps"
 NEEDS_WHOLE_WEIGHTS = (
@@ -58,12 +55,7 @@ def float_network_of(question: Question) -> FloatNetwork:
 def check_tokens(question: Question, num_passes: int) -> None:
     """Raise 413 if the passes of a request are too long or too many."""
     settings, num_tokens = question.state.settings, len(question.ids)
-    if num_tokens > settings.max_pass_tokens:
-        message = (
-            f"prompt: has {num_tokens} tokens, but one pass takes at most {settings.max_pass_tokens}; shorten the "
-            "prompt, or start the server with a larger --max-pass-tokens"
-        )
-        raise ApiError(413, message, param="prompt", code="prompt_too_long")
+    check_num_tokens("prompt", num_tokens, settings.max_pass_tokens)
     if num_tokens * num_passes > settings.max_gradient_tokens:
         message = (
             f"{num_passes} passes over {num_tokens} tokens are {num_tokens * num_passes} tokens, and the limit is "
@@ -71,12 +63,6 @@ def check_tokens(question: Question, num_passes: int) -> None:
             "--max-gradient-tokens"
         )
         raise ApiError(413, message, param="prompt", code="too_many_tokens")
-
-
-def pass_bytes_of(question: Question, network: FloatNetwork, num_logits: int) -> int:
-    """Bound the memory of one differentiated pass with `num_logits` rows of logits."""
-    config = question.checkpoint.model.config
-    return gradient_bytes(config, sizes_of(config, len(question.ids)), num_logits, network.dtype)
 
 
 async def answer_gradients(
@@ -96,15 +82,15 @@ async def answer_gradients(
     """
     state, network = question.state, float_network_of(question)
     check_tokens(question, num_passes)
-    response_bytes += edits_bytes(edits)
-    Budget(response_bytes, pass_bytes_of(question, network, num_logits), FIELDS).check(state)
-    bound = await bind(question, edits)
+    response_bytes += answer_bytes(edits[0])
+    config = question.checkpoint.model.config
+    num_bytes = gradient_bytes(config, sizes_of(config, len(question.ids)), num_logits, network.dtype)
+    Budget(response_bytes, num_bytes, FIELDS).check(state)
+    bound = await question.bind(edits)
     num_tokens = len(question.ids) * num_passes
-    note_tokens(question.request, num_tokens)
-    reservation = get_reservation(question.request)
-    reservation.reserve(response_bytes)
+    question.note_tokens(num_tokens)
 
-    def run() -> tuple[bytes, float]:
+    def run() -> bytes:
         began = time.perf_counter()
         copied = Copied(network.get(), network.adapter(question.adapter), bound)
         pause()
@@ -112,11 +98,11 @@ async def answer_gradients(
             fields = job(copied)
         seconds = time.perf_counter() - began
         head = question.head(kind, network.dtype, began - question.arrived, seconds, edits[0])
-        return to_json(kind(**head, **fields)), seconds
+        content = to_json(kind(**head, **fields))
+        state.metrics.gradient_seconds.observe(seconds)
+        return content
 
-    content, seconds = await unless_disconnected(question.request, state.worker.executors.run_long("gradients", run))
-    reservation.count(len(content) - response_bytes)
-    state.metrics.gradient_seconds.observe(seconds)
+    response = await question.respond(response_bytes, lambda: state.worker.executors.run_long("gradients", run))
     state.metrics.note_prompt_tokens(num_tokens)
     state.metrics.attributions.labels(method_of(kind)).inc()
-    return Response(content, media_type="application/json")
+    return response

@@ -16,16 +16,11 @@ from model.analysis.attribution.target import LossTarget, Target
 from model.tracing.pauses import pause
 from model.tracing.selection import Selection, StageCollector
 from model.tracing.stages import Stage, sizes_of
-from service.answers.attribution.edits import plan_edits
 from service.answers.attribution.gradient_jobs import Copied, answer_gradients, float_network_of
 from service.answers.attribution.question import Question, find_stages, read_target, second_prompt
 from service.answers.prompts import check_indices, find_positions, token_answers
 from service.answers.stage_answers import effects_answer, stage_answer
-from service.http.attribute_schemas import (
-    AttributionPatchingRequest,
-    GradientRequest,
-    IntegratedGradientsRequest,
-)
+from service.http.attribute_schemas import AttributionPatchingRequest, GradientRequest, IntegratedGradientsRequest
 from service.http.errors import invalid
 
 
@@ -53,7 +48,7 @@ async def answer_gradient(body: GradientRequest, question: Question) -> Response
     selection = await find_selection(question, body, body.detail)
     sizes = sizes_of(question.checkpoint.model.config, len(question.ids))
     target, has_all_rows = with_needed_rows(await read_target(question, body), list(selection.stages))
-    edits = await plan_edits(question, body.edits, question.ids)
+    edits = await question.plan_edits(body.edits, question.ids)
     num_values = sum(math.prod(selection.shape(stage, sizes)) for stage in selection.stages)
 
     def job(copied: Copied) -> dict[str, Any]:
@@ -90,7 +85,7 @@ async def answer_integrated_gradients(body: IntegratedGradientsRequest, question
     baseline_ids = None
     if body.baseline_prompt is not None:
         baseline_ids = await second_prompt(question, body.baseline_prompt, "baseline_prompt")
-    edits = await plan_edits(question, body.edits, question.ids)
+    edits = await question.plan_edits(body.edits, question.ids)
 
     def baseline(copied: Copied) -> Tensor:
         if baseline_ids is not None:
@@ -138,7 +133,7 @@ async def answer_attribution_patching(body: AttributionPatchingRequest, question
     corrupted = await second_prompt(question, body.corrupted, "corrupted")
     sizes = sizes_of(question.checkpoint.model.config, len(question.ids))
     target, has_all_rows = with_needed_rows(await read_target(question, body), list(selection.stages))
-    edits = await plan_edits(question, body.edits, question.ids, corrupted)
+    edits = await question.plan_edits(body.edits, question.ids, corrupted)
     effects = [Stage(stage.name, effect_dims(stage)) for stage in selection.stages]
     num_values = sum(math.prod(selection.shape(stage, sizes)) for stage in effects)
 

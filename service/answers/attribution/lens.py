@@ -9,9 +9,9 @@ from fastapi import Response
 from forwardscope.local_results import describe_predictions
 from forwardscope.results.attributions import LensStage, LensToken, LogitLens
 from model.analysis.attribution.logit_lens import LensPart, LensResult, LensRun, lens_stages, rows_per_part
-from service.answers.attribution.edits import Plans, bind, edits_bytes, plan_edits
-from service.answers.attribution.question import Question, read_token
+from service.answers.attribution.question import Plans, Question, read_token
 from service.answers.budget import Budget, ResponseContents, pass_bytes
+from service.answers.edits import answer_bytes
 from service.answers.passes import PassAnswer, PendingAnswer, answer_passes
 from service.answers.prompts import find_positions, longest_token_bytes, token_text
 from service.http.attribute_schemas import LogitLensRequest
@@ -78,11 +78,11 @@ async def answer_lens(body: LogitLensRequest, question: Question) -> Response:
     if body.lens == "tuned" and state.translators is None:
         raise invalid("lens", "this server has no translators; start it with --lens FILE, or send plain", "no_lens")
     check_work(question, len(positions))
-    edits = await plan_edits(question, body.edits, question.ids)
+    edits = await question.plan_edits(body.edits, question.ids)
     check_stages(edits)
     budget = budget_of(question, len(positions), body.top_k, edits)
     budget.check(state)  # before the passes of sources
-    (bound,) = await bind(question, edits)
+    (bound,) = await question.bind(edits)
     run = LensRun(
         checkpoint.model,
         question.ids,
@@ -95,7 +95,7 @@ async def answer_lens(body: LogitLensRequest, question: Question) -> Response:
     )
     answer = LensAnswer(run, question, positions, token, edits)
     answers = [PendingAnswer.alone(len(question.ids), answer.make_answer, answer.jobs())]
-    response = await answer_passes(question.request, state, answers, budget=budget, arrived=question.arrived)
+    response = await answer_passes(question, answers, budget=budget)
     state.metrics.attributions.labels("logit_lens").inc()
     return response
 
@@ -130,7 +130,7 @@ def budget_of(question: Question, num_positions: int, top_k: int, edits: Plans) 
         num_records=1 + num_layers * 2,
         num_predictions=num_predictions,
         token_bytes=longest_token_bytes(question.checkpoint),
-        extra_bytes=edits_bytes(edits),
+        extra_bytes=answer_bytes(edits[0]),
     )
     itemsize = question.checkpoint.model.embed.weight.dtype.itemsize
     residuals = num_layers * num_positions * config.d_model * itemsize

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from fastapi import Request
 
 from forwardscope.local_results import describe_edits
 from forwardscope.results import attributions as results
@@ -14,39 +13,53 @@ from forwardscope.results.attributions import AttributionTimings
 from forwardscope.results.stages import Token
 from model.analysis.attribution.gradients import differentiable_stages
 from model.analysis.attribution.target import LogitTarget, LossTarget, StageTarget, Target
-from model.checkpoints.load import Checkpoint
 from model.errors import InvalidField, shortened
 from model.network.adapters import Adapter
-from model.tracing.edits import EditPlan
+from model.tracing.edits import BoundEdits, EditPlan
 from model.tracing.edits.operands import read_row
 from model.tracing.stages import Stage, UnknownStage, select_rows, sizes_of
 from service.answers.budget import ResponseContents
-from service.answers.edits import find_vector
+from service.answers.call import ModelCall
+from service.answers.edits import bind_edits, find_vector, read_edits
 from service.answers.prompts import Prompt, check_ids, longest_token_bytes, prompt_ids, token_answers, token_text
 from service.answers.stage_answers import select_stages
 from service.http.attribute_schemas import LogitRequest, PromptRequest, TargetRequest
+from service.http.edit_schemas import Edit
 from service.http.encoding import NAMES, Encoding
 from service.http.errors import invalid, invalid_field
-from service.state import State, find_adapter, run_here_or_on_thread
 
 MAX_SHOWN_PIECES = 8  # of a text that is several tokens, in an error message
 
 
+Plans = Sequence[EditPlan | None]
+"""The plans of the edits for each prompt of a request; all are None without edits. Answers describe the first one."""
+
+
 @dataclass(frozen=True)
-class Question:
+class Question(ModelCall):
     """A request with its prompt as token ids."""
 
-    request: Request
-    state: State
-    checkpoint: Checkpoint
-    adapter: str | None
     ids: Sequence[int]
-    arrived: float
 
     @property
     def served_adapter(self) -> Adapter | None:
         """The adapter of the served network."""
         return None if self.adapter is None else self.checkpoint.adapters[self.adapter]
+
+    async def plan_edits(self, edits: Sequence[Edit], *prompts: Sequence[int]) -> Plans:
+        """Check the edits of the passes that are explained for each of their prompts."""
+        edit_planner = await read_edits(edits, [(ids, None) for ids in prompts], self)
+        if edit_planner is None:
+            return [None] * len(prompts)
+        num_checks = len(prompts) * edit_planner.num_checks
+        return await self.run_here_or_on_thread(
+            num_checks, lambda: [edit_planner.plan(ids, len(ids)) for ids in prompts]
+        )
+
+    async def bind(self, plans: Plans) -> Sequence[BoundEdits | None]:
+        """Bind the edits of each prompt; None without edits."""
+        own = [plan for plan in plans if plan is not None]
+        return await bind_edits(own, self) if own else [None] * len(plans)
 
     def token_answer(self, token_id: int) -> Token:
         return Token(token_id, token_text(self.checkpoint, token_id))
@@ -93,18 +106,14 @@ class Question:
         return results.Target(self.token_answer(target.token), minus, target.position)
 
 
-async def read_question(
-    body: PromptRequest, request: Request, state: State, checkpoint: Checkpoint, arrived: float
-) -> Question:
-    """Check the prompt and the adapter of a request."""
-    adapter = find_adapter(checkpoint, body.model, body.adapter)
-    ids = await prompt_ids(request, state, checkpoint, body.prompt)
-    return Question(request, state, checkpoint, adapter, ids, arrived)
+async def read_question(body: PromptRequest, call: ModelCall) -> Question:
+    """Check the prompt of a request."""
+    return Question(**vars(call), ids=await prompt_ids(call, body.prompt))
 
 
 async def second_prompt(question: Question, prompt: Prompt, param: str) -> list[int]:
     """The token ids of a prompt that must have as many tokens as the first one. Raises 400 if it has not."""
-    ids = await prompt_ids(question.request, question.state, question.checkpoint, prompt, param)
+    ids = await prompt_ids(question, prompt, param)
     if len(ids) != len(question.ids):
         reason = f"has {len(ids)} tokens, but prompt has {len(question.ids)}; both need as many, position by position"
         raise invalid(param, reason, "length")
@@ -115,7 +124,7 @@ async def find_stages(
     question: Question, stages: Sequence[Stage], globs: Sequence[str], param: str = "stages"
 ) -> list[Stage]:
     """The stages that any glob matches, in the order of computation. Raises 400 for a glob that matches none."""
-    return await run_here_or_on_thread(question.state, len(globs), lambda: select_stages(stages, globs, param))
+    return await question.run_here_or_on_thread(len(globs), lambda: select_stages(stages, globs, param))
 
 
 async def read_token(question: Question, token: str | int, param: str) -> int:

@@ -22,21 +22,17 @@ from forwardscope.results import attributions as results
 from model.analysis.attribution.patching_sweep import Cell, Patcher, frozen_stages, stage_values
 from model.engine.request import Request as EngineRequest
 from model.tracing.edits import BoundEdits
-from service.answers.attribution.edits import bind
 from service.answers.attribution.question import Question
 from service.answers.attribution.sweep_plan import MAX_GROUP, SweepPlan, engine_request, make_plan
-from service.answers.giving_way import give_way
 from service.answers.prompts import token_answers
 from service.answers.stage_answers import effects_answer
-from service.http.access_log import note_tokens
 from service.http.attribute_schemas import PatchingRequest
-from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import ApiError, draining, timed_out, unexpected
 from service.http.sse import DONE, EventStream, error_content, error_event, event
 from service.request_notes import notes_of
 from service.request_stream import RequestStream
-from service.state import get_engine, get_reservation
+from service.state import get_engine
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -60,7 +56,7 @@ class SweepRun:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-        note_tokens(self._plan.question.request, self._num_admitted * len(self._plan.corrupted), self._num_admitted)
+        self._plan.question.note_tokens(self._num_admitted * len(self._plan.corrupted), self._num_admitted)
 
     async def answer(self) -> bytes:
         """Run the whole sweep, and encode its answer."""
@@ -120,7 +116,7 @@ class SweepRun:
     async def _unpatched(self) -> tuple[float, float]:
         """The values of the clean and of the corrupted pass."""
         ids = [list(self._plan.question.ids), self._plan.corrupted]
-        self._edits = await bind(self._plan.question, self._plan.edits)
+        self._edits = await self._plan.question.bind(self._plan.edits)
         clean, corrupted = await self._values(list(zip(ids, self._edits, strict=True)))
         return clean, corrupted
 
@@ -140,7 +136,7 @@ class SweepRun:
                 results.SweepCell(cell.stage.name, cell.position, cell.head, value)
                 for cell, value in zip(cells, values, strict=True)
             ]
-            await give_way(self._state, seconds, num_own=0)  # steps with cells take longer than those that only decode
+            await plan.question.give_way(seconds, num_own=0)  # steps with cells take longer than those that only decode
         self._state.metrics.attributions.labels("patching").inc()
 
     async def _patcher(self) -> Patcher:
@@ -237,10 +233,7 @@ async def answer_sweep(body: PatchingRequest, question: Question) -> Response:
     run = SweepRun(plan)
     if body.stream:
         return EventStream(run.events(), on_close=run.close)
-    get_reservation(question.request).reserve(plan.response_bytes)
     try:
-        content = await unless_disconnected(question.request, run.answer())
+        return await question.respond(plan.response_bytes, run.answer)
     finally:
         run.close()
-    get_reservation(question.request).count(len(content) - plan.response_bytes)
-    return Response(content, media_type="application/json")

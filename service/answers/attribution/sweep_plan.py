@@ -13,10 +13,10 @@ from model.text.sampling import SamplingParams
 from model.text.transcript import GenerationParams
 from model.tracing.edits import BoundEdits
 from model.tracing.stages import Stage, stages_of
-from service.answers.attribution.edits import Plans, edits_bytes, plan_edits
 from service.answers.attribution.gradient_jobs import check_tokens
-from service.answers.attribution.question import Question, find_stages, read_logit, second_prompt
+from service.answers.attribution.question import Plans, Question, find_stages, read_logit, second_prompt
 from service.answers.budget import Budget
+from service.answers.edits import answer_bytes
 from service.answers.prompts import check_indices, find_positions
 from service.http.attribute_schemas import PatchingRequest
 from service.http.errors import ApiError, invalid
@@ -48,8 +48,8 @@ async def make_plan(body: PatchingRequest, question: Question) -> SweepPlan:
     corrupted = await second_prompt(question, body.corrupted, "corrupted")
     check_tokens(question, 1)
     sweep = await find_sweep(body, question)
-    edits = await plan_edits(question, body.edits, question.ids, corrupted)
-    size = check_cost(sweep, question) + edits_bytes(edits)
+    edits = await question.plan_edits(body.edits, question.ids, corrupted)
+    size = check_cost(sweep, question) + answer_bytes(edits[0])
     plan = SweepPlan(question, corrupted, target, sweep, sweep.cells(config), size, edits)
     try:
         get_engine(question.state).check(engine_request(plan, "check", 0, corrupted, None))

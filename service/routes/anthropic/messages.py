@@ -1,13 +1,12 @@
 """POST /v1/messages and POST /v1/messages/count_tokens: answer a conversation, in the form of Anthropic's API."""
 
-import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import groupby
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from forwardscope.local_results import describe_logprobs
 from forwardscope.results.anthropic import (
     AssistantMessage,
     ContentBlockDelta,
@@ -35,22 +34,21 @@ from forwardscope.results.anthropic import (
 )
 from forwardscope.results.generations import TokenLogprob
 from service.answers.anthropic_conversations import ChatConversion, input_of
+from service.answers.call import ModelCall, model_call
 from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
 from service.answers.chats import find_tools, start_chat
 from service.answers.conversations import conversation_ids, find_template
-from service.answers.generation import Choice, whole_answer
+from service.answers.generation import Choice
 from service.answers.openai_answers import ChunkTemplate
-from service.answers.token_logprobs import logprob_answer
-from service.http.access_log import note_tokens
 from service.http.anthropic_schemas import ConversationRequest, CountTokensRequest, MessagesRequest
 from service.http.bodies import INLINE_BYTES, JsonRoute
 from service.http.encoding import json_response
-from service.http.errors import anthropic_error, renamed_params
+from service.http.errors import anthropic_error
 from service.http.openapi import MESSAGE_EVENT, also, error_answers
 from service.http.sse import EventStream, event
-from service.ignored_fields import note_ignored, renamed_fields
-from service.state import CheckpointDep, State, StateDep, find_adapter, get_reservation
+from service.ignored_fields import note_ignored
+from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["anthropic"])
 SIGNATURE = "unsigned"
@@ -62,16 +60,16 @@ SIGNATURE = "unsigned"
     response_model=AssistantMessage,
     responses=also("text/event-stream", MESSAGE_EVENT, MessagesError),
 )
-async def messages(body: MessagesRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
-    arrived = time.perf_counter()
-    conversion = await convert(body, request, state)
-    with renamed_params(conversion.name), renamed_fields(request.scope, conversion.name):
-        stream = await start_chat(conversion.chat, request, state, checkpoint, arrived, id_prefix="msg_")
+async def messages(body: MessagesRequest, request: Request, state: StateDep) -> Response:
+    call = model_call(body, request, state)
+    conversion = await convert(body, call)
+    with call.renamed(conversion.name):
+        stream = await start_chat(conversion.chat, call, id_prefix="msg_")
     writer = Writer(stream)
     if body.stream:
         events = stream.events(writer.events, write_error=write_error, done=b"")
         return EventStream(events, on_close=stream.generation.close, keep_alive=write(Ping()))
-    return await whole_answer(request, stream.generation, writer.answer())
+    return await stream.generation.respond(writer.answer)
 
 
 @router.post(
@@ -80,26 +78,23 @@ async def messages(body: MessagesRequest, request: Request, state: StateDep, che
     response_model=MessageTokensCount,
     responses=error_answers(model=MessagesError),
 )
-async def count_tokens(
-    body: CountTokensRequest, request: Request, state: StateDep, checkpoint: CheckpointDep
-) -> Response:
-    conversion = await convert(body, request, state)
-    with renamed_params(conversion.name), renamed_fields(request.scope, conversion.name):
-        chat = conversion.chat
-        find_adapter(checkpoint, chat.model, chat.adapter)
-        tools = find_tools(chat, request, state)
-        ids = await conversation_ids(chat, tools, request, state, checkpoint, find_template(checkpoint))
-    note_tokens(request, len(ids))
+async def count_tokens(body: CountTokensRequest, request: Request, state: StateDep) -> Response:
+    call = model_call(body, request, state)
+    conversion = await convert(body, call)
+    with call.renamed(conversion.name):
+        tools = find_tools(conversion.chat, call)
+        ids = await conversation_ids(conversion.chat, tools, call, find_template(call.checkpoint))
+    call.note_tokens(len(ids))
     return json_response(MessageTokensCount(len(ids)))
 
 
-async def convert(body: ConversationRequest, request: Request, state: State) -> ChatConversion:
+async def convert(body: ConversationRequest, call: ModelCall) -> ChatConversion:
     """Convert a request to a chat; a large one outside of the event loop."""
-    if get_reservation(request).num_bytes <= INLINE_BYTES:
+    if call.reservation.num_bytes <= INLINE_BYTES:
         conversion = ChatConversion(body)
     else:
-        conversion = await state.worker.executors.run("bodies", lambda: ChatConversion(body))
-    note_ignored(request.scope, conversion.left_out)
+        conversion = await call.state.worker.executors.run("bodies", lambda: ChatConversion(body))
+    note_ignored(call.request.scope, conversion.left_out)
     return conversion
 
 
@@ -115,12 +110,8 @@ class Writer:
         self._key: object = None  # of the open block
         self._text_delta = ChunkTemplate(lambda text: b"")  # of the open block
 
-    async def answer(self) -> bytes:
-        """Wait until the answer has ended, and encode it."""
-        (choice,) = await self._stream.collect()
-        return await self._generation.encode(partial(self._answer, choice))
-
-    def _answer(self, choice: Choice) -> AssistantMessage:
+    def answer(self, choices: list[Choice]) -> AssistantMessage:
+        (choice,) = choices
         output = self._stream.read_whole(choice)
         assert output.end is not None
         return AssistantMessage(
@@ -164,7 +155,7 @@ class Writer:
         """The log-probabilities of the tokens, if the request asks for them."""
         if self._generation.params.logprobs is None:
             return None
-        return [logprob_answer(token, self._generation.text_of) for token in output.tokens]
+        return [describe_logprobs(token, self._generation.text_of) for token in output.tokens]
 
     def _empty_message(self) -> AssistantMessage:
         return AssistantMessage(

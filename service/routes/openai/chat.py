@@ -26,10 +26,11 @@ from forwardscope.results.openai import (
     TopLogprob,
 )
 from model.text.transcript import TokenOutput
+from service.answers.call import model_call
 from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning, join_pieces
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
 from service.answers.chats import start_chat
-from service.answers.generation import Choice, whole_answer
+from service.answers.generation import Choice
 from service.answers.openai_answers import (
     ChunkTemplate,
     TokenStrings,
@@ -42,7 +43,7 @@ from service.http.bodies import JsonRoute
 from service.http.openai_schemas import ChatRequest
 from service.http.openapi import EVENT, also
 from service.http.sse import EventStream, event
-from service.state import CheckpointDep, StateDep
+from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"])
 
@@ -53,12 +54,12 @@ router = APIRouter(route_class=JsonRoute, tags=["openai"])
     response_model=ChatCompletion | ChatCompletionChunk,
     responses=also("text/event-stream", EVENT),
 )
-async def chat(body: ChatRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
-    stream = await start_chat(body, request, state, checkpoint, arrived=time.perf_counter())
+async def chat(body: ChatRequest, request: Request, state: StateDep) -> Response:
+    stream = await start_chat(body, model_call(body, request, state), id_prefix="chatcmpl-")
     writer = Writer(body, stream)
     if body.stream:
         return EventStream(stream.events(writer.chunks, writer.last_chunks), on_close=stream.generation.close)
-    return await whole_answer(request, stream.generation, writer.answer())
+    return await stream.generation.respond(writer.answer)
 
 
 class Writer:
@@ -68,7 +69,7 @@ class Writer:
         self._body = body
         self._stream = stream
         self._generation = stream.generation
-        self._strings = TokenStrings(self._generation.checkpoint.tokenizer, as_ids=body.return_tokens_as_token_ids)
+        self._strings = TokenStrings(self._generation.call.checkpoint.tokenizer, as_ids=body.return_tokens_as_token_ids)
         self._has_running_usage = has_running_usage(body)
         self._has_begun = [False] * self._generation.num_choices
         self._head: dict[str, Any] = {
@@ -80,12 +81,7 @@ class Writer:
         indices = range(body.n if has_plain_chunks else 0)
         self._templates = [ChunkTemplate(partial(self._text_chunk, index)) for index in indices]
 
-    async def answer(self) -> bytes:
-        """Wait until every choice has ended, and encode the answer."""
-        choices = await self._stream.collect()
-        return await self._generation.encode(lambda: self._answer(choices))
-
-    def _answer(self, choices: list[Choice]) -> ChatCompletion:
+    def answer(self, choices: list[Choice]) -> ChatCompletion:
         outputs = [self._stream.read_whole(choice) for choice in choices]
         return ChatCompletion(
             **self._head,

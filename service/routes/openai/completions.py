@@ -11,13 +11,13 @@ from fastapi import APIRouter, Request, Response
 from forwardscope.results.openai import Completion, CompletionChoice, CompletionLogprobs
 from model.text.fill_in_middle import middle_prompt
 from model.text.transcript import End, TokenOutput
+from service.answers.call import ModelCall, model_call
 from service.answers.constraints import compile_constraint, structured_output
-from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation, whole_answer
+from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation
 from service.answers.generation_plan import Inputs, Options
 from service.answers.openai_answers import (
     ChunkTemplate,
     TokenStrings,
-    check_implemented,
     finish_reason,
     has_last_usage,
     has_running_usage,
@@ -30,7 +30,7 @@ from service.http.errors import invalid
 from service.http.openai_schemas import CompletionRequest
 from service.http.openapi import EVENT, also
 from service.http.sse import EventStream, event
-from service.state import CheckpointDep, State, StateDep, find_adapter
+from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"])
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
@@ -42,21 +42,16 @@ DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
     response_model=Completion,
     responses=also("text/event-stream", EVENT),
 )
-async def completions(
-    body: CompletionRequest, request: Request, state: StateDep, checkpoint: CheckpointDep
-) -> Response:
-    arrived = time.perf_counter()
-    adapter = find_adapter(checkpoint, body.model, body.adapter)
-    check_implemented(body)
+async def completions(body: CompletionRequest, request: Request, state: StateDep) -> Response:
+    call = model_call(body, request, state)
     options = read_options(body)
-    prompts = await read_prompts(body, request, state)
-    constraint = await compile_constraint(request, state, structured_output(body.structured_outputs))
-    inputs = Inputs(request, state, checkpoint, arrived, body, options, prompts, constraint, adapter)
-    generation = await start_generation(inputs)
+    prompts = await read_prompts(body, call)
+    constraint = await compile_constraint(call, structured_output(body.structured_outputs))
+    generation = await start_generation(Inputs(call, body, options, prompts, constraint))
     writer = Writer(body, generation)
     if body.stream:
         return EventStream(generation.events(writer.events, writer.last_events), on_close=generation.close)
-    return await whole_answer(request, generation, writer.answer())
+    return await generation.respond(writer.answer)
 
 
 def read_options(body: CompletionRequest) -> Options:
@@ -84,18 +79,16 @@ def read_options(body: CompletionRequest) -> Options:
     )
 
 
-async def read_prompts(body: CompletionRequest, request: Request, state: State) -> list[list[int]]:
+async def read_prompts(body: CompletionRequest, call: ModelCall) -> list[list[int]]:
     """The token ids of each prompt. Raises 400 for a wrong one."""
-    checkpoint, prompt = state.checkpoint, body.prompt
-    assert checkpoint is not None
-    prompts, is_list = as_list(prompt)
+    prompts, is_list = as_list(body.prompt)
     params = [param_of("prompt", index, is_list) for index in range(len(prompts))]
-    read = partial(prompt_ids, request, state, checkpoint, add_special_tokens=body.add_special_tokens)
+    read = partial(prompt_ids, call, add_special_tokens=body.add_special_tokens)
     if not body.suffix:
         return [await read(each, param) for each, param in zip(prompts, params, strict=True)]
     if body.echo:
         raise invalid("echo", "cannot be combined with suffix; leave one of them out")
-    tokenizer = checkpoint.tokenizer
+    tokenizer = call.checkpoint.tokenizer
     special = [] if tokenizer is None or not body.add_special_tokens else tokenizer.encode("")
     read = partial(read, add_special_tokens=False)
     after = await read(body.suffix, "suffix")
@@ -114,7 +107,7 @@ class Writer:
     def __init__(self, body: CompletionRequest, generation: Generation) -> None:
         self._body = body
         self._generation = generation
-        self._strings = TokenStrings(generation.checkpoint.tokenizer, as_ids=body.return_tokens_as_token_ids)
+        self._strings = TokenStrings(generation.call.checkpoint.tokenizer, as_ids=body.return_tokens_as_token_ids)
         self._has_running_usage = has_running_usage(body)
         self._head: dict[str, Any] = {
             "id": generation.id,
@@ -126,12 +119,7 @@ class Writer:
         indices = range(generation.num_choices if body.stream and not asks_more else 0)
         self._templates = [ChunkTemplate(partial(self._text_chunk, index)) for index in indices]
 
-    async def answer(self) -> bytes:
-        """Wait until every choice has ended, and encode the answer."""
-        choices = await self._generation.collect()
-        return await self._generation.encode(lambda: self._answer(choices))
-
-    def _answer(self, choices: list[Choice]) -> Completion:
+    def answer(self, choices: list[Choice]) -> Completion:
         num_generated, num_returned = self._generation.params.n, self._body.n
         returned = []
         for start in range(0, len(choices), num_generated):

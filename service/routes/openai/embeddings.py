@@ -1,7 +1,6 @@
 """POST /v1/embeddings: a vector for each text, pooled from a stage of the served model, in OpenAI's form."""
 
 import math
-import time
 from functools import partial
 from typing import Any
 
@@ -10,10 +9,11 @@ from fastapi import APIRouter, Request, Response
 from forwardscope.results.openai import Embedding, Embeddings, EmbeddingUsage
 from model.checkpoints.load import Checkpoint
 from model.tracing.stages import sizes_of
+from service.answers.call import model_call
 from service.answers.constraints import generation_error
-from service.answers.generation import Generation, start_generation, whole_answer
+from service.answers.generation import Generation, start_generation
 from service.answers.generation_plan import Inputs, Options
-from service.answers.openai_answers import check_implemented, finish_reason
+from service.answers.openai_answers import finish_reason
 from service.answers.pooling import PooledPrompts, Pooling
 from service.answers.prompts import as_list, param_of, prompt_ids
 from service.answers.stage_answers import select_stages
@@ -23,7 +23,7 @@ from service.http.encoding import encoded
 from service.http.errors import invalid
 from service.http.generate_schemas import GenerationRequest
 from service.http.openapi import error_answers
-from service.state import CheckpointDep, State, StateDep, find_adapter
+from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"])
 
@@ -34,36 +34,18 @@ router = APIRouter(route_class=JsonRoute, tags=["openai"])
     response_model=Embeddings,
     responses=error_answers(),
 )
-async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
-    arrived = time.perf_counter()
-    adapter = find_adapter(checkpoint, body.model, body.adapter)
-    check_implemented(body)
-    pooling = find_pooling(body, checkpoint)
+async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep) -> Response:
+    call = model_call(body, request, state)
+    pooling = find_pooling(body, call.checkpoint)
     inputs, is_list = as_list(body.input)
     prompts = [
-        await prompt_ids(
-            request,
-            state,
-            checkpoint,
-            each,
-            param_of("input", index, is_list),
-            add_special_tokens=body.add_special_tokens,
-        )
+        await prompt_ids(call, each, param_of("input", index, is_list), add_special_tokens=body.add_special_tokens)
         for index, each in enumerate(inputs)
     ]
-    options = Options(
-        id_prefix="embd",
-        max_tokens=0,
-        default_max_tokens=None,
-        n=1,
-        pooling=pooling,
-        field_names={"prompt": "input"},
-    )
+    options = Options(id_prefix="embd", max_tokens=0, pooling=pooling, field_names={"prompt": "input"})
     fields = GenerationRequest(edits=body.edits)
-    generation = await start_generation(
-        Inputs(request, state, checkpoint, arrived, fields, options, prompts, None, adapter)
-    )
-    return await whole_answer(request, generation, answer(body, pooling, generation, state))
+    generation = await start_generation(Inputs(call, fields, options, prompts, None))
+    return await generation.respond_with(answer(body, pooling, generation))
 
 
 def find_pooling(body: EmbeddingRequest, checkpoint: Checkpoint) -> Pooling:
@@ -89,7 +71,7 @@ def find_pooling(body: EmbeddingRequest, checkpoint: Checkpoint) -> Pooling:
     )
 
 
-async def answer(body: EmbeddingRequest, pooling: Pooling, generation: Generation, state: State) -> bytes:
+async def answer(body: EmbeddingRequest, pooling: Pooling, generation: Generation) -> bytes:
     """Wait until every prompt is computed, and encode the answer."""
     pooled = PooledPrompts(generation.num_choices, pooling.width)
     async for outputs in generation.batches():
@@ -99,7 +81,7 @@ async def answer(body: EmbeddingRequest, pooling: Pooling, generation: Generatio
             if output.result.end is not None:
                 finish_reason(output.result.end, generation)
         traces = [(each.index, each.result.trace) for each in outputs if each.result.trace is not None]
-        await state.worker.executors.run_uncounted("answers", partial(pooled.add, traces))
+        await generation.call.state.worker.executors.run_uncounted("answers", partial(pooled.add, traces))
 
     def describe() -> Embeddings:
         vectors = pooled.vectors(pooling.num_values, normalize=body.normalize)

@@ -1,6 +1,5 @@
 """POST /v1/responses: answer a conversation, in the form of OpenAI's Responses API."""
 
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -8,27 +7,19 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from forwardscope.results.responses import ModelResponse, OutputItem, ResponseStreamEvent
+from service.answers.call import model_call
 from service.answers.chat_stream import ChatStream
 from service.answers.chats import start_chat
-from service.answers.generation import whole_answer
-from service.answers.openai_answers import check_implemented
-from service.answers.response_input import (
-    Conversation,
-    as_input,
-    chat_request,
-    placed_items,
-    read_conversation,
-)
+from service.answers.response_input import Conversation, as_input, chat_request, placed_items, read_conversation
 from service.answers.response_writer import ResponseWriter, request_settings
 from service.http.bodies import INLINE_BYTES, JsonRoute
 from service.http.encoding import to_json
-from service.http.errors import renamed_params, wrong_shape
+from service.http.errors import no_effect
 from service.http.openai_schemas import ChatRequest
 from service.http.openapi import RESPONSE_EVENT, also
 from service.http.responses_schemas import LOGPROBS, InputItem, ResponsesRequest
 from service.http.sse import EventStream
-from service.ignored_fields import is_strict, note_ignored, renamed_fields
-from service.state import CheckpointDep, State, StateDep, get_reservation
+from service.state import StateDep
 from service.stored_responses import ResponseStore, StoredResponse
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"])
@@ -41,10 +32,9 @@ NUM_ECHOES = 2  # of the settings of a request in the first events of a stream
     response_model=ModelResponse | ResponseStreamEvent,
     responses=also("text/event-stream", RESPONSE_EVENT),
 )
-async def responses(body: ResponsesRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
-    arrived = time.perf_counter()
-    check_implemented(body)
-    reservation = get_reservation(request)
+async def responses(body: ResponsesRequest, request: Request, state: StateDep) -> Response:
+    call = model_call(body, request, state)
+    reservation = call.reservation
     body_bytes = reservation.num_bytes
     items, stored_bytes = placed_items(body, state.responses, state.settings.max_body_bytes - body_bytes)
     reservation.reserve(stored_bytes)
@@ -55,9 +45,9 @@ async def responses(body: ResponsesRequest, request: Request, state: StateDep, c
 
     is_small = reservation.num_bytes <= INLINE_BYTES
     conversation, chat, settings = read() if is_small else await state.worker.executors.run("bodies", read)
-    leave_out(body, conversation, request, state)
-    with renamed_params(conversation.rename), renamed_fields(request.scope, conversation.rename):
-        stream = await start_chat(chat, request, state, checkpoint, arrived, id_prefix="resp_")
+    call.leave_out(parts_without_effect(body, conversation), no_effect)
+    with call.renamed(conversation.rename):
+        stream = await start_chat(chat, call, id_prefix="resp_")
     keep = None
     if body.store and state.responses.is_on:
         before = [item for _, item in items]
@@ -66,17 +56,14 @@ async def responses(body: ResponsesRequest, request: Request, state: StateDep, c
     if body.stream:
         reservation.count(NUM_ECHOES * sum(map(len, settings.values())))
         return EventStream(events(stream, writer), on_close=stream.generation.close)
-    return await whole_answer(request, stream.generation, whole_response(stream, writer))
+    return await stream.generation.respond_with(whole_response(stream, writer))
 
 
-def leave_out(body: ResponsesRequest, conversation: Conversation, request: Request, state: State) -> None:
-    """Note the parts of a request that are left out, or raise 422 if the request is strict."""
+def parts_without_effect(body: ResponsesRequest, conversation: Conversation) -> list[str]:
+    """The places of the parts of a request that are left out."""
     left_out = [f"include.{index}" for index, name in enumerate(body.include) if name != LOGPROBS]
     left_out += ["truncation"] if body.truncation == "auto" else []
-    left_out += conversation.left_out
-    if left_out and is_strict(request.scope, state.settings.strict_fields):
-        raise wrong_shape(left_out[0], "has no effect on this server; leave it out", "literal_error")
-    note_ignored(request.scope, left_out)
+    return left_out + conversation.left_out
 
 
 async def events(stream: ChatStream, writer: ResponseWriter) -> AsyncGenerator[bytes]:
@@ -89,7 +76,7 @@ async def events(stream: ChatStream, writer: ResponseWriter) -> AsyncGenerator[b
 
 async def whole_response(stream: ChatStream, writer: ResponseWriter) -> bytes:
     """Wait for the whole response, and encode it."""
-    (choice,) = await stream.collect()
+    (choice,) = await stream.generation.collect()
     content = await stream.generation.encode(lambda: writer.answer(choice))
     writer.keep(content)
     return content

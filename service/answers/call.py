@@ -1,0 +1,141 @@
+"""A request on its way through a route: what the steps of its answer need, and what they do to answer it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+
+from model.checkpoints.load import Checkpoint
+from service.http.buffers import Reservation
+from service.http.disconnects import unless_disconnected
+from service.http.errors import ApiError, timed_out
+from service.http.openai_schemas import Nullable, check_implemented
+from service.http.schemas import AdaptedRequest, ModelRequest
+from service.ignored_fields import is_strict, note_ignored
+from service.request_notes import notes_of
+from service.state import State, find_adapter, get_engine, served_checkpoint
+
+Result = TypeVar("Result")
+PAUSES = 3.0  # for other generations, times the work that delays them
+FEW_CHECKS = 16  # of stop strings, globs, prompts or edits, which take about a millisecond
+
+
+@dataclass(frozen=True)
+class RouteCall:
+    """A request that a route answers. The route began, after the body was read, at `arrived`.
+
+    `arrived` is in seconds of `time.perf_counter`. The timeout of the request counts from then on.
+    """
+
+    request: Request
+    state: State
+    arrived: float = field(default_factory=time.perf_counter, kw_only=True)
+
+    def on(self, checkpoint: Checkpoint, adapter: str | None) -> "ModelCall":
+        """The same request to a checkpoint with one of its adapters, or with none."""
+        return ModelCall(self.request, self.state, checkpoint, adapter, arrived=self.arrived)
+
+    @property
+    def reservation(self) -> Reservation:
+        """The memory that the request holds until its response is sent."""
+        reservation = notes_of(self.request.scope).reservation
+        assert reservation is not None, "gate.py makes one for each request"
+        return reservation
+
+    def note_tokens(self, num_prompt: int, num_generated: int = 0) -> None:
+        """Set the numbers of tokens in the log line of the request."""
+        notes_of(self.request.scope).num_tokens = num_prompt, num_generated
+
+    def leave_out(self, paths: Sequence[str], error: Callable[[str], ApiError]) -> None:
+        """Note fields that have no effect. If the client or the settings are strict, raise the error of the first."""
+        if paths and is_strict(self.request.scope, self.state.settings.strict_fields):
+            raise error(paths[0])
+        note_ignored(self.request.scope, paths)
+
+    @contextmanager
+    def renamed(self, rename: Callable[[str], str]) -> Iterator[None]:
+        """Rename the fields that are left out or named by an error in this block.
+
+        It is for a route that converts its body to that of another route.
+        """
+        paths = notes_of(self.request.scope).ignored_fields
+        num_before = len(paths)
+        try:
+            yield
+        except ApiError as error:
+            if error.param is None:
+                raise
+            param = rename(error.param)
+            message = f"{param}{error.message.removeprefix(error.param)}"
+            raise ApiError(
+                error.status, message, param=param, code=error.code, headers=error.headers, overflow=error.overflow
+            ) from None
+        finally:
+            paths[num_before:] = map(rename, paths[num_before:])
+
+    @asynccontextmanager
+    async def series(self) -> AsyncIterator[None]:
+        """Run several jobs on the network's thread in this block; other requests are served between them.
+
+        Raises 503 if they have not ended within the timeout of the request.
+        """
+        timeout = self.state.settings.request_timeout_seconds
+        try:
+            async with asyncio.timeout(max(0.0, self.arrived + timeout - time.perf_counter())):
+                with self.state.worker.series():
+                    yield
+        except TimeoutError:
+            raise timed_out(timeout) from None
+
+    async def run_here_or_on_thread(self, num_checks: int, job: Callable[[], Result]) -> Result:
+        """Run a job, outside the event loop if it makes many checks: of stop strings, globs, prompts or edits."""
+        return await self.state.worker.executors.run("bodies", job) if num_checks > FEW_CHECKS else job()
+
+    async def give_way(self, seconds: float, num_own: int) -> None:
+        """After work of `seconds` that delays others, leave other generations three times as long, if any run.
+
+        `num_own` of those that run belong to this request.
+        """
+        if get_engine(self.state).num_owners > num_own:
+            await asyncio.sleep(PAUSES * seconds)
+
+    async def respond(
+        self,
+        max_bytes: int,
+        encode: Callable[[], Coroutine[Any, Any, bytes | memoryview]],
+        media_type: str = "application/json",
+    ) -> Response:
+        """Respond with what `encode` returns, at most `max_bytes`. They are reserved before it begins.
+
+        If the client disconnects, `encode` is cancelled.
+        """
+        self.reservation.reserve(max_bytes)
+        content = await unless_disconnected(self.request, encode())
+        self.reservation.count(len(content) - max_bytes)
+        return Response(content, media_type=media_type)
+
+
+@dataclass(frozen=True)
+class ModelCall(RouteCall):
+    """A request to the served checkpoint, with one of its adapters or with none."""
+
+    checkpoint: Checkpoint
+    adapter: str | None
+
+
+def model_call(body: ModelRequest, request: Request, state: State) -> ModelCall:
+    """A request to the model that its body names.
+
+    Raises 503 if no checkpoint is served, 404 for another model or adapter, and 400 if the body names two adapters or
+    has a field that is not implemented.
+    """
+    call, checkpoint = RouteCall(request, state), served_checkpoint(state)
+    named = body.adapter if isinstance(body, AdaptedRequest) else None
+    adapter = find_adapter(checkpoint, body.model, named)
+    if isinstance(body, Nullable):
+        check_implemented(body)
+    return call.on(checkpoint, adapter)
