@@ -75,22 +75,27 @@ export class NetworkCanvas extends HTMLElement {
   }
 
   /**
-   * Show a pass. A new one moves through the network once.
+   * Show a pass. Returns whether it is a new one, and not what edits change in the pass that was shown.
    * @param {Line} line
    * @param {Pass} pass
-   * @param {{ row: number, head: number | null, chosen: Spot | null }} look
+   * @param {Pick<Scene, "plain" | "row" | "head" | "chosen">} look
    * @param {number | null} focus the stage that is zoomed to
    */
   show(line, pass, look, focus) {
     this.#focus = focus;
-    const isNew = this.#scene?.pass !== pass;
-    if (isNew) {
+    const before = this.#scene;
+    const isNew = before?.pass.body !== pass.body;
+    if (before?.line !== line) {
       const layout = new Layout(line, pass.tokens.length);
       const shared = { plane: this.#plane, line, layout, pass, pointed: null, front: Infinity };
       this.#scene = { ...shared, ...look, strips: new Strips(pass, false, 1), palette: paletteOf(this) };
       this.#resize();
-      this.#canvas.setAttribute("aria-label", describe(line, pass));
-    } else Object.assign(/** @type {Scene} */ (this.#scene), look);
+    } else {
+      const isOther = before.pass !== pass;
+      Object.assign(before, look, { pass });
+      if (isOther) this.#restrip();
+    }
+    this.#canvas.setAttribute("aria-label", describe(line, pass));
     this.redraw();
     return isNew;
   }
