@@ -24,6 +24,7 @@ const KEYS = { across: 15, down: 44, letter: 6.2, most: 70, cell: 7.5 }; // room
 const GUTTER = { letter: 7.9, numbers: 40, least: 70, most: 150, down: 66 };
 const HEIGHT = { least: 300, below: 120, down: 620 };
 const SETTLE_MILLISECONDS = 140;
+const NEAR = 0.3; // of the detail of the layout
 
 /**
  * Events: "choose" with detail {spot}; "point" with {spot} (or null); "settle" when what is in sight has changed;
@@ -174,7 +175,7 @@ export class NetworkCanvas extends HTMLElement {
     this.#frame = requestAnimationFrame(() => this.#draw());
   }
 
-  /** The stages and rows in sight, which must be here to be drawn. */
+  /** The stages and rows in sight, which must be here to be drawn, and whether the parts of a layer can be told apart. */
   sight() {
     const { layout, line, row } = /** @type {Scene} */ (this.#scene);
     const [from, to] = layout.span;
@@ -187,7 +188,7 @@ export class NetworkCanvas extends HTMLElement {
     const layers = line.items.flatMap(({ kind, layer }, index) =>
       kind === "bands" && index >= from && index < to && layer !== null ? [layer] : [],
     );
-    return { names: [...new Set([...names, ...masks])], layers, rows, row };
+    return { names: [...new Set([...names, ...masks])], layers, rows, row, isNear: layout.detail > NEAR };
   }
 
   /**

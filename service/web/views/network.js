@@ -326,7 +326,8 @@ export default class Network extends View {
   async #fill() {
     const pass = this.#picture.scene?.pass;
     if (!pass) return;
-    const { names, layers, rows, row } = this.#picture.sight();
+    const { names, layers, rows, row, isNear } = this.#picture.sight();
+    this.#heads.hidden = !(isNear && layers.length > 0) && this.#state?.head === "";
     const patterns = new Set([...names.filter((name) => name.endsWith("pattern")), ...layers.map(patternOf)]);
     const columns = [...patterns].reduce((sum, name) => {
       const stage = pass.stages.get(name);
@@ -438,10 +439,8 @@ export default class Network extends View {
   }
 
   /** @param {State} state */
-  #showHeads({ head, at }) {
-    const { line, pass } = this.#parts();
-    const hasBands = /^L\d+$/.test(at) || (at === "" && line.blocks.length === 1);
-    this.#heads.hidden = !hasBands && head === "";
+  #showHeads({ head }) {
+    const { pass } = this.#parts();
     const heads = Array.from({ length: numHeadsOf(pass) }, (_, index) => [String(index), `H${index}`]);
     const change = (/** @type {string} */ chosen) => this.context.navigate({ head: chosen });
     const control = select(
