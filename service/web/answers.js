@@ -10,9 +10,9 @@
  * @typedef {{ per_token: (number | null)[], mean: number | null, perplexity: number | null }} Loss
  * @typedef {string | (number | number[])[]} Positions a word such as "all", or positions and ranges
  * @typedef {{
- *   stage: string, op: string, heads?: number[], neurons?: number[], positions?: Positions, keys?: Positions, factor?: number,
- *   vector?: unknown, value?: number, scale?: number, source?: { prompt: Prompt }, coeff?: number, min?: number,
- *   max?: number, std?: number,
+ *   stage: string, op: string, heads?: number[], neurons?: number[], positions?: Positions, keys?: Positions,
+ *   factor?: number, vector?: unknown, value?: number, scale?: number, source?: { prompt: Prompt }, coeff?: number,
+ *   min?: number, max?: number, std?: number,
  * }} Edit docs/interventions.md describes edits
  */
 

@@ -8,8 +8,8 @@ import { LISTED, MOST_TERMS, said } from "./arithmetic/explanation.js";
 /**
  * @import { Child } from "../dom.js"
  * @import { Explained, Explanation, Num, Term } from "./arithmetic/explanation.js"
- * @typedef {{ title: string, explained: Explained, edits?: string[], before?: number }} Shown `edits`: those that act on
- *   the number, in words; `before`: the number without the edits, if there are edits
+ * @typedef {{ title: string, explained: Explained, edits?: string[], before?: number }} Shown `edits`: those that act
+ *   on the number, in words; `before`: the number without the edits, if there are edits
  */
 
 /** Event "go" with detail {stage, row, column} when a number is chosen. */

@@ -55,8 +55,8 @@ export function drawHeadings(scene, { heading, keys }) {
 }
 
 /**
- * The names of the stages from near, and those of the branches under the pointer from afar. A name that is longer than its stage takes
- * the room of its neighbours, whose names then go to the other line.
+ * The names of the stages from near, and those of the branches under the pointer from afar. A name that is longer than
+ * its stage takes the room of its neighbours, whose names then go to the other line.
  * @param {Scene} scene
  * @param {number} heading
  * @param {number | null} [pointed] the item under the pointer: its name alone is drawn, stronger; from afar, the names

@@ -175,7 +175,7 @@ export class NetworkCanvas extends HTMLElement {
     this.#frame = requestAnimationFrame(() => this.#draw());
   }
 
-  /** The stages and rows in sight, which must be here to be drawn, and whether the parts of a layer can be told apart. */
+  /** The stages and rows in sight, which must be here to be drawn, and whether the parts of a layer are seen. */
   sight() {
     const { layout, line, row } = /** @type {Scene} */ (this.#scene);
     const [from, to] = layout.span;

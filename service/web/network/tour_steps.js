@@ -217,8 +217,9 @@ export function rotation({ pass, architecture, row, gaze: { layer, head } }) {
       "two tokens depends on how far apart they are.",
     question: `Of the query of ${placeName(layer, head)}, which pair moves the most, and where to?`,
     answer:
-      `Numbers ${index} and ${index + half}, q₁ = ${one} and q₂ = ${other}. They turn by ${words}: cos = ${c}, ` +
-      `sin = ${s}. q₁′ = q₁·cos − q₂·sin = ${one}·${c} − ${other}·${s} = ${number(to[0])}. ` +
+      `Numbers ${index} and ${index + half}, q₁ = ${number(from[0])} and q₂ = ${number(from[1])}. They turn by ` +
+      `${words}: cos = ${number(cos)}, sin = ${number(sin)}. ` +
+      `q₁′ = q₁·cos − q₂·sin = ${one}·${c} − ${other}·${s} = ${number(to[0])}. ` +
       `q₂′ = q₁·sin + q₂·cos = ${one}·${s} + ${other}·${c} = ${number(to[1])}.`,
     at: name,
     cell: String(head * stage.columns + index),

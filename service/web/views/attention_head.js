@@ -15,8 +15,9 @@ import { TARGETS, TARGET_NAMES } from "./attention_ranking.js";
  * @typedef {{
  *   layer: number, head: number, stage: MapStage, position: number, map: HeadMap, pattern: HeadMap, row: Float32Array,
  *   plain: HeadMap | null, plainRow: Float32Array | null, key: number | null,
- * }} Shown `key`: of the chosen cell, in the row of the position; `map`: the numbers of the stage; `pattern`: those of the pattern; `row`: the exact weights of the position;
- *   `plain` and `plainRow`: the same without the edits, if there are edits
+ * }} Shown `map`: the numbers of the stage; `pattern`: those of the pattern; `row`: the exact weights of the position;
+ *   `plain` and `plainRow`: the same without the edits, if there are edits; `key`: that of the chosen cell, whose query
+ *   is the position
  */
 
 /** The stages of the switch → {label, the name of a value}. */
