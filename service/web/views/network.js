@@ -469,7 +469,9 @@ export default class Network extends View {
       el("span", { class: "legend-scale" }, pass === this.#change && "With the edits − without: ", colours),
       el("span", {}, el("span", { class: "legend-path" }), " the followed token"),
       masked ? el("span", {}, masked) : "",
-      this.#plain ? el("span", {}, el("span", { class: "edited" }, "◆"), " an edit acts here") : "",
+      this.#plain
+        ? el("span", {}, el("span", { class: "edited" }, "◆"), " an edit acts here; thin bars: without edits")
+        : "",
       el("span", {}, at === "" ? "Click, scroll or pinch to zoom in." : "Drag to move; Escape goes back."),
     );
   }
