@@ -10,9 +10,9 @@
  * @typedef {{ per_token: (number | null)[], mean: number | null, perplexity: number | null }} Loss
  * @typedef {string | (number | number[])[]} Positions a word such as "all", or positions and ranges
  * @typedef {{
- *   stage: string, op: string, heads?: number[], positions?: Positions, keys?: Positions, factor?: number,
- *   vector?: unknown, value?: number, scale?: number, source?: { prompt: Prompt }, coeff?: number, min?: number,
- *   max?: number, std?: number,
+ *   stage: string, op: string, heads?: number[], neurons?: number[], positions?: Positions, keys?: Positions,
+ *   factor?: number, vector?: unknown, value?: number, scale?: number, source?: { prompt: Prompt }, coeff?: number,
+ *   min?: number, max?: number, std?: number,
  * }} Edit docs/interventions.md describes edits
  */
 
@@ -57,8 +57,9 @@
  * @typedef {"float64" | "float32" | "bfloat16" | "float16" | "uint8" | "int64"} DType
  * @typedef {{ name: string, norm: number | null, relative: number | null }} StageChange
  * @typedef {{ predictions: PositionPredictions[], loss: Loss }} Baseline
+ * @typedef {{ stages: string[], positions: (number | [first: number, last: number | null])[] }} AppliedEdit
  * @typedef {Baseline & {
- *   tokens: PositionedToken[], stages: Stage[], baseline?: Baseline, changes?: StageChange[],
+ *   tokens: PositionedToken[], stages: Stage[], edits?: AppliedEdit[], baseline?: Baseline, changes?: StageChange[],
  * }} ForwardAnswer
  *
  * @typedef {"previous" | "first" | "itself" | "induction"} Target

@@ -2,20 +2,21 @@
 
 import { moveQuery, readState, writeState } from "./address.js";
 import { keyDialog } from "./api_key.js";
-import { isWorkedExample } from "./articles.js";
+import { architectureOf, isWorkedExample } from "./articles.js";
 import { ApiError, getJson, isAbort, onKeyNeeded } from "./api.js";
 import { Connection, isAway } from "./connection.js";
 import { around, el, find, findAll } from "./dom.js";
 import { showEditsNote } from "./edits_note.js";
 import { forget } from "./passes.js";
 import { defaultPrompt, readPrompt } from "./prompts.js";
-import { factsOf } from "./served.js";
+import { factsOf, factsOfExample } from "./served.js";
 import { glossary } from "./terms.js";
 import { connectTheme } from "./theme.js";
 
 /**
  * @import { State } from "./address.js"
  * @import { ExportBar } from "./export.js"
+ * @import { Model } from "./answers.js"
  * @import { Service, View } from "./view.js"
  * @typedef {typeof View} ViewClass
  * @typedef {{ name: string, label: string, intro: string, module?: string }} MenuEntry
@@ -115,6 +116,8 @@ let shown = null;
 let shownPrompt = null;
 /** @type {ExportBar | null} */
 let exportBar = null;
+/** @type {string | null} the model whose facts are in the header; "" for the served one */
+let described = null;
 let late = 0; // the timer after which the numbers of the earlier state turn grey
 let isIncomplete = false; // whether a module could not be loaded: browsers do not ask for it twice
 let controller = new AbortController();
@@ -181,6 +184,7 @@ async function apply() {
   setPageState("busy");
   byId("failure").hidden = true;
   try {
+    await showFacts(modelOf({ model: addressed().model ?? "" }), signal);
     const { entry, View } = await load(addressed().view ?? VIEWS[0].name);
     if (signal.aborted) return;
     const state = readState(location.hash, defaults(View, addressed().model ?? ""));
@@ -210,6 +214,22 @@ async function apply() {
  */
 function modelOf({ model }) {
   return model || (service.model ? null : service.models[0].name);
+}
+
+/**
+ * Say in the header how large the network is that is shown.
+ * @param {string | null} model
+ * @param {AbortSignal} signal
+ */
+async function showFacts(model, signal) {
+  const example = model !== null && isWorkedExample(service, model) ? model : "";
+  if (example === described || (!example && !service.model)) return;
+  const path = /** @type {"/weights"} */ (`/weights?${new URLSearchParams({ model: example })}`);
+  const facts = example
+    ? factsOfExample(example, architectureOf(service, example), (await getJson(path, signal)).weights)
+    : factsOf(/** @type {Model} */ (service.model));
+  byId("served").replaceChildren(...facts);
+  described = example;
 }
 
 /**
@@ -364,7 +384,7 @@ async function start() {
   } catch (error) {
     return report(error);
   }
-  byId("served").replaceChildren(...(service.model ? factsOf(service.model) : ["no checkpoint, only worked examples"]));
+  described = null;
   const kinds = { checkpoint: "", adapter: " (adapter)", worked_example: " (worked example)" };
   byId("model").replaceChildren(
     ...service.models.map(({ name, kind }) => el("option", { value: name }, name + kinds[kind])),

@@ -514,12 +514,30 @@ def test_a_chosen_number_leads_to_its_arithmetic(page: "Page", base: str, stage:
     assert panel.locator("h3").inner_text().startswith("L2 H1")
 
 
-def test_a_number_with_edits_leads_to_no_arithmetic_without_them(page: "Page", base: str) -> None:
-    edits = json.dumps([{"stage": "blocks.0.attn.z", "op": "zero"}])
-    open_view(page, base, "attention", prompt=PROMPT, layer=2, head=1, edits=edits)
-    page.locator("attention-head heat-map canvas").focus()
-    for key in ("ArrowDown", "Enter"):
-        page.keyboard.press(key)
-    page.wait_for_url("**pos=0**")
+def test_a_number_with_edits_leads_to_its_arithmetic_with_them_and_back(page: "Page", base: str) -> None:
+    edits = [{"stage": "blocks.0.attn.z", "op": "zero"}]
+    place = {"layer": "2", "head": "1", "pos": "3", "key": "1"}
+    state = {"prompt": PROMPT, "edits": json.dumps(edits), **place}
+    open_view(page, base, "attention", **state)
+    value = page.locator("attention-head heat-map .under-pointer")
+    said = value.inner_text()
+    assert re.match(r"query 3 .*, key 1 .*: weight ", said)
+    page.get_by_role("button", name="How this number comes about").click()
+    page.wait_for_url("**at=blocks.2.attn.pattern**")
     wait_until_ready(page)
-    assert page.get_by_role("button", name="How this number comes about").is_hidden()
+    panel = page.locator("cell-arithmetic")
+    edited, plain = (weights_of(base, 2, 1, **fields)[3, 1] for fields in ({"edits": edits}, {}))
+    assert edited != plain
+    assert read_number(panel.locator("output").inner_text()) == pytest.approx(edited, rel=1e-3)
+    before = panel.get_by_text("Without the edits").inner_text()
+    assert read_number(before) == pytest.approx(plain, rel=1e-3)
+    assert "✓" in panel.inner_text()
+    page.get_by_role("button", name="Show in the view Attention").click()
+    page.wait_for_url("**view=attention**")
+    wait_until_ready(page)
+    assert all(f"{name}={each}" in page.url for name, each in place.items())
+    assert value.inner_text() == said
+    page.reload()  # the address has the cell
+    wait_until_ready(page)
+    assert value.inner_text() == said
+    assert page.get_by_role("button", name="How this number comes about").is_visible()

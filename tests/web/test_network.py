@@ -1,18 +1,21 @@
 """The view "Network": its numbers are those of the service, and every sum that it shows equals the served number."""
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
+import numpy as np
 import pytest
 
 from model.worked_examples import WORKED_EXAMPLES
 from tests.service.checkpoints import NUM_TOKENS
 from tests.service.running import Running, running
 from tests.web.browsing import open_table, open_view, url_of, wait_until_ready, wait_until_settled
-from tests.web.reading import SIGNIFICANT, percent, read_number
+from tests.web.reading import SIGNIFICANT, percent, quoted, read_number, shown
 from tests.web.test_families import FAMILIES, post, write_family
 
 if TYPE_CHECKING:
@@ -29,7 +32,7 @@ UNEXPLAINED = re.compile(
     r"pos_embed|ln[12]_post\.(scale|normalized)|expert_indices|attn\.[qk]_norm\.(scale|normalized)"
 )
 # Explain some numbers of each stage in the browser: the first, the last, and some between.
-EXPLAIN = """async ([model, prompt]) => {
+EXPLAIN = """async ([model, prompt, edits]) => {
   const files = ["pass.js", "arithmetic/explain.js", "arithmetic/prediction.js"].map((file) => `network/${file}`);
   const [{ Pass }, { explain }, { explainPrediction }, { architectureOf, isWorkedExample }] =
     await Promise.all([...files, "articles.js"].map((file) => import(`/page/${file}`)));
@@ -37,7 +40,7 @@ EXPLAIN = """async ([model, prompt]) => {
   const served = await (await fetch("/model")).json();
   const service = { models, model: served.error ? null : served };
   const { signal } = new AbortController();
-  const body = { ...(model ? { model } : {}), prompt };
+  const body = { ...(model ? { model } : {}), prompt, ...(edits.length > 0 && { edits }) };
   const pass = isWorkedExample(service, model)
     ? await Pass.ofExample(body, signal)
     : await Pass.ofModel(body, service.model, () => true, null, signal);
@@ -46,7 +49,8 @@ EXPLAIN = """async ([model, prompt]) => {
   const keep = ({ place, explanation }, name) => {
     const { row, head, within, served } = place;
     const { computed = null, slack = 0 } = explanation ?? {};
-    found.push({ name, row, head, within, served: Number.isFinite(served) ? served : null, computed, slack });
+    const isEdited = pass.editsAt(name, row, head, within).length > 0;
+    found.push({ name, row, head, within, served: Number.isFinite(served) ? served : null, computed, slack, isEdited });
   };
   for (const { name, heads, columns } of pass.stages.values()) {
     if (["logits", "probabilities", "loss"].includes(name)) continue;
@@ -73,10 +77,13 @@ def number_at(stage: dict[str, Any], row: int, head: int, within: int) -> float 
     return found
 
 
-def check_arithmetic(page: "Page", base: str, model: str | None, prompt: Any) -> None:
+def check_arithmetic(
+    page: "Page", base: str, model: str | None, prompt: Any, edits: tuple[dict[str, Any], ...] = ()
+) -> list[dict[str, Any]]:
+    """Check the sum of each number that no edit replaces. Returns all numbers."""
     open_view(page, base, "status")
-    found = page.evaluate(EXPLAIN, [model, prompt])
-    named = {"model": model} if model else {}
+    found: list[dict[str, Any]] = page.evaluate(EXPLAIN, [model, prompt, edits])
+    named = {**({"model": model} if model else {}), **({"edits": edits} if edits else {})}
     answer = post(base, "/forward", prompt=prompt, detail="values", top_k=0, **named)
     stages = {stage["name"]: stage for stage in answer["stages"] if stage.get("dims")}
     assert {each["name"] for each in found} == set(stages) - {"loss"}
@@ -84,7 +91,9 @@ def check_arithmetic(page: "Page", base: str, model: str | None, prompt: Any) ->
     for each in found:
         expected = number_at(stages[each["name"]], each["row"], each["head"], each["within"])
         is_served = each["served"] == (expected if expected is None else pytest.approx(expected, rel=1e-6))
-        if each["computed"] is None:
+        if each["isEdited"]:
+            is_right = True
+        elif each["computed"] is None:
             is_open = UNEXPLAINED.search(each["name"]) or is_sum_of_experts(each["name"], stages)
             is_right = expected is None or is_open is not None
         else:
@@ -93,6 +102,7 @@ def check_arithmetic(page: "Page", base: str, model: str | None, prompt: Any) ->
         if not (is_served and is_right):
             wrong.append(f"{each} but the service has {expected}")
     assert wrong == []
+    return found
 
 
 def is_sum_of_experts(name: str, stages: dict[str, Any]) -> bool | None:
@@ -101,6 +111,161 @@ def is_sum_of_experts(name: str, stages: dict[str, Any]) -> bool | None:
 
 def test_every_sum_of_the_bundled_model_is_the_number_of_the_service(page: "Page", base: str) -> None:
     check_arithmetic(page, base, None, PROMPT)
+
+
+def test_every_sum_of_an_edited_pass_is_the_number_of_the_service_but_where_an_edit_acts(
+    page: "Page", base: str
+) -> None:
+    edits = (
+        {"stage": "blocks.1.attn_out", "op": "zero"},
+        {"stage": "blocks.2.attn.z", "op": "scale", "factor": -1, "heads": [0, 7]},
+        {"stage": "blocks.3.mlp.post", "op": "set", "value": 0.5, "positions": "last", "neurons": [0, 1, 2]},
+        {"stage": "blocks.4.resid_pre", "op": "noise", "std": 0.5, "positions": [[1, 2]]},
+        {"stage": "*.ln2.scale", "op": "scale", "factor": 2, "positions": [0]},
+    )
+    found = check_arithmetic(page, base, None, PROMPT, edits)
+    places = {(each["name"], each["row"], each["head"]) for each in found if each["isEdited"]}
+    last = max(each["row"] for each in found)
+    assert {name for name, _, _ in places} >= {"blocks.1.attn_out", "blocks.2.attn.z", "blocks.5.ln2.scale"}
+    assert {head for name, _, head in places if name == "blocks.2.attn.z"} == {0, 7}
+    assert {row for name, row, _ in places if name == "blocks.3.mlp.post"} <= {last}
+    assert {row for name, row, _ in places if name == "blocks.4.resid_pre"} == {1, 2}
+    assert {row for name, row, _ in places if name == "blocks.5.ln2.scale"} == {0}
+    moved = [each for each in found if each["isEdited"] and abs(each["computed"] - each["served"]) > each["slack"]]
+    assert len(moved) > 10  # the formula does not give these
+
+
+EDITS = [{"stage": "blocks.2.attn_out", "op": "zero"}]
+
+
+def test_an_edited_number_says_so_and_has_the_number_without_the_edit(
+    page: "Page", bundled: Running, base: str
+) -> None:
+    stage = "blocks.2.attn_out"
+    open_view(page, base, "network", prompt=PROMPT, edits=json.dumps(EDITS), at=stage, cell=20)
+    (plain,) = bundled.answer("/forward", prompt=PROMPT, stages=[stage], detail="values")["stages"]
+    panel = page.locator("cell-arithmetic")
+    assert read_number(panel.locator("output").inner_text()) == 0
+    before = plain["values"][0][-1][20]
+    words = panel.get_by_text("Without the edits").inner_text()
+    assert read_number(words) == pytest.approx(before, rel=SIGNIFICANT)
+    assert "Replaced by an edit: Set the attention output of L2 to zero." in panel.inner_text()
+    assert panel.locator(".differs").count() == 0
+    would = re.search(r"The formula would give (\S+)\.$", panel.inner_text(), re.MULTILINE)
+    assert would is not None
+    assert read_number(would[1]) == pytest.approx(before, rel=0.02)
+
+
+def test_the_predictions_are_those_with_the_edits_and_those_without(page: "Page", bundled: Running, base: str) -> None:
+    open_view(page, base, "network", prompt=PROMPT, edits=json.dumps(EDITS))
+    assert "1 edit is applied." in page.locator("#edits-note").inner_text()
+    edited, plain = (
+        bundled.answer("/forward", prompt=PROMPT, stages=["loss"], top_k=2, **fields)["predictions"]
+        for fields in ({"edits": EDITS}, {})
+    )
+    parts = page.locator("network-view .answer").inner_text().split("; without the edits, ")
+    for part, predictions in zip(parts, (edited, plain), strict=True):
+        best = predictions[-1]["top"][0]
+        assert f"{quoted(best['text'])} ({percent(best['probability'])})" in part
+    table = open_table(page.locator("network-view > details.data-table")).all()
+    for row, with_edits, without in zip(table, edited, plain, strict=True):
+        texts = row.locator("td").all_inner_texts()[-2:]
+        tops = [each["top"][0] for each in (with_edits, without)]
+        assert texts == [f"{shown(top['text'])} {percent(top['probability'])}" for top in tops]
+    changed = [
+        (without["top"][0]["text"], with_edits["top"][0]["text"])
+        for with_edits, without in zip(edited, plain, strict=True)
+        if with_edits["top"][0]["text"] != without["top"][0]["text"]
+    ]
+    assert changed
+    texts = [each["text"] for each in texts_of(page, base, edits=json.dumps(EDITS))]
+    assert all(f"{shown(before)} → {shown(after)}" in texts for before, after in changed)
+
+
+def test_the_change_is_what_the_edits_add_to_each_number(page: "Page", bundled: Running, base: str) -> None:
+    state = {"prompt": PROMPT, "edits": json.dumps(EDITS), "show": "change"}
+    for stage in ("blocks.1.mlp_out", "blocks.2.attn_out", "blocks.3.resid_mid"):
+        open_view(page, base, "network", **state, at=stage)
+        edited, plain = (
+            np.array(
+                bundled.answer("/forward", prompt=PROMPT, stages=[stage], detail="values", **fields)["stages"][0][
+                    "values"
+                ][0]
+            )
+            for fields in ({"edits": EDITS}, {})
+        )
+        rows = open_table(page.locator("network-view > details.data-table"))
+        found = [[read_number(each) for each in row.locator("td").all_inner_texts()[:8]] for row in rows.all()]
+        assert np.array(found) == pytest.approx((edited - plain)[:, :8], rel=SIGNIFICANT, abs=1e-6)
+        assert np.any(edited != plain) == (stage != "blocks.1.mlp_out")
+    assert "With the edits \u2212 without" in page.locator(".network-legend").inner_text()
+
+
+COLOURS = """(names) => {
+  const { strips, line, layout, pass } = document.querySelector("network-canvas").scene;
+  return names.map((name) => {
+    const item = line.items.find((each) => each.name === name);
+    const { canvas } = strips.get(item, [0, item.columns], layout.rows, 1e5);
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    return new Set(new Uint32Array(data.buffer)).size;
+  });
+}"""
+
+
+def test_the_picture_shows_where_the_change_begins_and_the_switch_shows_the_numbers_again(
+    page: "Page", base: str
+) -> None:
+    """Before the edit, a stage has one colour, that of no change, and nothing where it has no numbers."""
+    page.emulate_media(reduced_motion="reduce")
+    names = ["blocks.1.mlp.post", "blocks.1.resid_post", "blocks.2.attn_out", "blocks.5.resid_post"]
+    open_view(page, base, "network", prompt=PROMPT, edits=json.dumps(EDITS))
+    assert all(size > 20 for size in page.evaluate(COLOURS, names)[:2])
+    switch = page.get_by_role("switch", name="Show the change")
+    switch.check()
+    page.wait_for_url("**show=change**")
+    wait_until_ready(page)
+    before, unchanged, first, last = page.evaluate(COLOURS, names)
+    assert before <= 2 >= unchanged
+    assert min(first, last) > 20
+    page.get_by_role("button", name="Copy as curl").click()
+    code = page.get_by_label("The copied text").inner_text()
+    assert json.dumps(EDITS, separators=(",", ":")) in code
+    assert '"baseline":true' in code
+    switch.uncheck()
+    wait_until_ready(page)
+    assert "show=" not in page.url
+    assert page.evaluate(COLOURS, names)[0] > 20
+    page.get_by_role("button", name="Remove the edit").click()
+    wait_until_ready(page)
+    assert switch.is_hidden()
+    assert "without the edits" not in page.locator("network-view").inner_text()
+
+
+@pytest.mark.parametrize("at", ["", "L2", "blocks.2.attn.z"])
+def test_a_sign_stands_where_an_edit_acts(page: "Page", base: str, at: str) -> None:
+    edits = [{"stage": "blocks.2.attn.z", "op": "zero", "heads": [3], "positions": [1, -1]}]
+    page.emulate_media(reduced_motion="reduce")
+    open_view(page, base, "network", prompt=PROMPT, at=at, edits=json.dumps(edits))
+    count, frames = page.evaluate("""async () => {
+      const { palette } = document.querySelector("network-canvas").scene;
+      const { fill, strokeRect } = CanvasRenderingContext2D.prototype;
+      const ink = document.createElement("canvas").getContext("2d");
+      ink.fillStyle = palette.edit;
+      const found = [0, 0];
+      CanvasRenderingContext2D.prototype.fill = function (...all) {
+        if (this.fillStyle === ink.fillStyle) found[0] += 1;
+        return fill.apply(this, all);
+      };
+      CanvasRenderingContext2D.prototype.strokeRect = function (...all) {
+        if (this.strokeStyle === ink.fillStyle) found[1] += 1;
+        return strokeRect.apply(this, all);
+      };
+      document.querySelector("network-canvas").redraw();
+      await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+      return found;
+    }""")
+    assert count == 2  # rows
+    assert frames == (0 if at == "" else 2)  # from near, around one head of each row
 
 
 @pytest.mark.parametrize("name", WORKED_EXAMPLES)
@@ -308,14 +473,19 @@ def test_the_tour_follows_a_token_and_its_answers_are_the_numbers_of_the_service
     column = max(range(len(row)), key=lambda index: abs(row[index]))
     assert answers["Embedding"].startswith(f"Number {column}: ")
     assert read_number(answers["Embedding"].split(": ")[1].rstrip(".")) == pytest.approx(row[column], rel=SIGNIFICANT)
-    looks = [
-        (weight, layer, head)
+    looks = [  # heads that attend the most to an earlier token, the first one aside
+        (abs(max(rows[-1]) - 0.5), layer, head)
         for layer in range(6)
         for head, rows in enumerate(stages[f"blocks.{layer}.attn.pattern"][0])
-        for weight in rows[-1][1:-1]
+        if 0 < rows[-1].index(max(rows[-1])) < len(rows) - 1
     ]
-    weight, layer, _ = max(looks)
-    assert answers["Attention"].startswith(percent(weight))
+    distance, layer, head = min(looks)
+    assert distance < 0.3  # its softmax is not saturated
+    weights = sorted(stages[f"blocks.{layer}.attn.pattern"][0][head][-1], reverse=True)
+    shares = [percent(weight) for weight in weights[:3]]
+    assert re.fullmatch(rf"{shares[0]}\. Then come .* \({shares[1]}\) and .* \({shares[2]}\)\.", answers["Attention"])
+    turned, plain = (stages[f"blocks.{layer}.attn.{part}"][0][-1][head] for part in ("rot_q", "q"))
+    check_rotation(answers["Rotary positions"], turned, plain)
     scale = stages[f"blocks.{layer}.ln1.scale"][0][-1][0]
     assert read_number(answers["Norm"].removeprefix("By ").rstrip(".")) == pytest.approx(scale, rel=SIGNIFICANT)
     neurons = stages[f"blocks.{layer}.mlp.post"][0][-1]
@@ -329,12 +499,39 @@ def test_the_tour_follows_a_token_and_its_answers_are_the_numbers_of_the_service
     assert "step=" not in page.url
 
 
+def check_rotation(answer: str, turned: list[float], plain: list[float]) -> None:
+    """The pair that moves the most, its angle, and the sums with its numbers."""
+    half = len(plain) // 2
+    moved = [
+        math.hypot(turned[index] - plain[index], turned[index + half] - plain[index + half]) for index in range(half)
+    ]
+    index = moved.index(max(moved))
+    assert answer.startswith(f"Numbers {index} and {index + half}, ")
+    number = r"\(?(\u2212?[\d.e\u2212]+?)\)?"
+    found = re.search(
+        rf"q₁ = {number} and q₂ = {number}\. .* cos = {number}, sin = {number}\. "
+        rf"q₁\u2032 = q₁·cos \u2212 q₂·sin = {number}·{number} \u2212 {number}·{number} = {number}\. "
+        rf"q₂\u2032 = q₁·sin \+ q₂·cos = {number}·{number} \+ {number}·{number} = {number}\.$",
+        answer,
+    )
+    assert found is not None, answer
+    one, other, cos, sin, a, b, c, d, first, e, f, g, h, second = map(read_number, found.groups())
+    assert (one, other) == pytest.approx((plain[index], plain[index + half]), rel=SIGNIFICANT)
+    assert (first, second) == pytest.approx((turned[index], turned[index + half]), rel=SIGNIFICANT)
+    assert cos**2 + sin**2 == pytest.approx(1, abs=1e-3)
+    assert ((a, b, c, d), (e, f, g, h)) == ((one, cos, other, sin), (one, sin, other, cos))
+    assert first == pytest.approx(one * cos - other * sin, abs=0.02 * (abs(one) + abs(other)))
+    assert second == pytest.approx(one * sin + other * cos, abs=0.02 * (abs(one) + abs(other)))
+
+
 def test_the_tour_fits_every_family(page: "Page", family: str) -> None:
     titles = [title for title, _ in take_tour(page, family, "a bc")]
     assert titles[0] == "A token"
     assert {"Query, key and value", "Scores", "Attention", "After the layer"} <= set(titles)
     assert len({"Feed-forward", "Experts"} & set(titles)) == 1
     assert titles[-1] == "The next token"
+    rotates = any(stage["name"].endswith("rot_q") for stage in httpx.get(f"{family}/model").json()["stages"])
+    assert ("Rotary positions" in titles) == rotates
 
 
 def begin_lesson(page: "Page", title: str) -> list[tuple[str, str]]:
@@ -448,7 +645,35 @@ def test_each_stage_of_a_layer_is_labelled_in_words(page: "Page", base: str) -> 
     assert not [text for text in texts if re.search(r"ln\d|[a-z]_[a-z]|mlp|attn", text)]
     page.goto("about:blank")
     overview = [each["text"] for each in texts_of(page, base)]
-    assert overview.count("Attention") == overview.count("FFN") == 6
+    assert {f"L{layer}" for layer in range(6)} <= set(overview)
+    assert not {"Attention", "FFN", "0", "1"} & set(overview)  # from afar, they are named under the pointer
+
+
+def test_from_afar_the_layer_under_the_pointer_has_names(page: "Page", base: str) -> None:
+    texts_of(page, base)
+    box = page.locator("network-canvas canvas").bounding_box()
+    assert box is not None
+    page.evaluate("window.texts = []")
+    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 0.5 * box["height"])
+    page.locator("network-view .under-pointer").filter(has_text="L").wait_for()
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    texts = [each["text"] for each in page.evaluate("window.texts")]
+    assert texts.count("Attention") == texts.count("FFN") > 0
+    assert "L0" not in texts  # the rest is not painted again
+
+
+def test_controls_of_a_zoomed_network_are_hidden_from_afar(page: "Page", base: str) -> None:
+    open_view(page, base, "network", prompt=PROMPT)
+    bands, zoom, lessons = (
+        page.get_by_label("Bands show"),
+        page.get_by_role("navigation", name="Zoom"),
+        page.get_by_role("button", name="Follow a token"),
+    )
+    assert (bands.is_visible(), zoom.is_visible(), lessons.is_visible()) == (False, False, True)
+    page.locator("network-canvas canvas").press("Enter")
+    page.wait_for_url("**at=L0**")
+    wait_until_ready(page)
+    assert (bands.is_visible(), zoom.is_visible(), lessons.is_visible()) == (True, True, False)
 
 
 @pytest.mark.parametrize("stage", ["scores", "pattern"])
@@ -518,10 +743,11 @@ def test_the_legend_has_the_range_of_the_stage(page: "Page", base: str) -> None:
     open_view(page, base, "network", prompt=PROMPT, at="blocks.2.attn.pattern")
     legend = page.locator("network-view .network-legend")
     assert re.match(r"0\s+1\s+the followed token\s+masked", legend.inner_text())
+    assert "Escape goes back" in legend.inner_text()
     page.get_by_role("button", name="Network", exact=True).click()
     wait_until_ready(page)
     assert re.match(r"\u2212\s+0\s+\+", legend.inner_text())
-    assert "Escape" in legend.inner_text()
+    assert "to zoom in" in legend.inner_text()
 
 
 def test_all_terms_of_a_sum_can_be_shown(page: "Page", bundled: Running, base: str) -> None:

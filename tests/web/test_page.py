@@ -335,10 +335,21 @@ def test_the_facts_of_the_header_are_all_in_sight(page: "Page", base: str, width
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+def test_the_header_names_the_sizes_of_the_network_that_is_shown(page: "Page", bundled: Running, base: str) -> None:
+    open_view(page, base, "network", model="ai-rocks")
+    weights = bundled.get("/weights?model=ai-rocks").json()["weights"]
+    total = sum(each["num_parameters"] for each in weights if each["tied_to"] is None)
+    served = page.locator("#served")
+    assert served.inner_text().startswith(f"ai-rocks: {total} parameters, 1 layer, 2 heads, numbers in float64")
+    page.locator("#model").select_option("bundled")
+    served.get_by_text("5,131,520 parameters").wait_for()
+    wait_until_ready(page)
+
+
 EDIT = '{"stage": "blocks.5.attn.z", "op": "zero", "heads": [2]}'
 
 
-@pytest.mark.parametrize("view", ["network", "forward", "weights", "loss", "steps"])
+@pytest.mark.parametrize("view", ["forward", "weights", "loss", "steps"])
 def test_a_view_that_does_not_apply_the_edits_says_so(page: "Page", base: str, view: str) -> None:
     open_view(page, base, view, prompt=PROMPT, edits=f"[{EDIT}]")
     note = page.locator("#edits-note")

@@ -68,6 +68,16 @@ export class HeatMap extends HTMLElement {
   }
 
   /**
+   * Keep the value of a cell in sight, as if it had been clicked, or that of none (null).
+   * @param {Place | null} cell
+   */
+  set keptCell(cell) {
+    if (cell?.row === this.#kept?.row && cell?.column === this.#kept?.column) return;
+    this.#at = this.#kept = cell;
+    this.#showValue();
+  }
+
+  /**
    * Frame a row, or none (null), without drawing the cells again.
    * @param {number | null} row
    */

@@ -7,7 +7,7 @@ import { ribbon } from "./river.js";
 /**
  * @import { Pass } from "./pass.js"
  * @import { Scene } from "./scene.js"
- * @typedef {{ key: number, weight: number }} Share
+ * @typedef {{ key: number, weight: number }} Share `weight`: of a change, it has a sign
  */
 
 const LEAST = { chosen: 0.004, other: 0.05 }; // weights below have no band
@@ -40,7 +40,7 @@ export function sharesOf(pass, layer, row, head) {
     const list = [];
     for (let at = 0; at < stage.columns; at++) {
       const weight = heads.reduce((sum, each) => sum + weights[each * stage.columns + at], 0) / heads.length;
-      if (weight >= LEAST.chosen) list.push({ key: at, weight });
+      if (Math.abs(weight) >= LEAST.chosen) list.push({ key: at, weight });
     }
     if (shares.size > 4000) shares.clear();
     shares.set(key, list);
@@ -78,7 +78,10 @@ function drawRow({ plane, layout, line, pass, palette, head }, index, row, isCho
   const room = (stop - begin) * rowSize;
   let filled = top + begin * rowSize;
   const source = isSplit(rowSize) ? (begin + stop) / 2 : 0.5;
-  for (const { key, weight } of sharesOf(pass, /** @type {number} */ (layer), row, head)) {
+  const isChange = pass.reference !== pass;
+  const faded = strength(0.13 + 0.07 * layout.detail, 0.18 + 0.08 * layout.detail);
+  for (const { key, weight: signed } of sharesOf(pass, /** @type {number} */ (layer), row, head)) {
+    const weight = Math.abs(signed);
     const half = (weight * room) / 2;
     const across = filled + half;
     filled += 2 * half;
@@ -88,7 +91,8 @@ function drawRow({ plane, layout, line, pass, palette, head }, index, row, isCho
       { along: start, across: from, half: Math.min(half, 0.3 * room) },
       { along: end, across, half },
     ];
-    const colour = isChosen ? plane.gradient(start, end, [palette.river, palette.path]) : palette.river;
-    ribbon(plane, points, colour, isChosen ? 0.35 + 0.55 * Math.sqrt(weight) : strength(0.2, 0.26));
+    const own = signed < 0 ? palette.negative : palette.river;
+    const colour = isChosen && !isChange ? plane.gradient(start, end, [palette.river, palette.path]) : own;
+    ribbon(plane, points, colour, isChosen ? 0.35 + 0.55 * Math.sqrt(weight) : faded);
   }
 }

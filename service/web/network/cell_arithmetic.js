@@ -8,31 +8,36 @@ import { LISTED, MOST_TERMS, said } from "./arithmetic/explanation.js";
 /**
  * @import { Child } from "../dom.js"
  * @import { Explained, Explanation, Num, Term } from "./arithmetic/explanation.js"
+ * @typedef {{ title: string, explained: Explained, edits?: string[], before?: number }} Shown `edits`: those that act
+ *   on the number, in words; `before`: the number without the edits, if there are edits
  */
 
 /** Event "go" with detail {stage, row, column} when a number is chosen. */
 export class CellArithmetic extends HTMLElement {
-  /** @param {{ title: string, explained: Explained }[]} numbers */
-  show(numbers) {
-    this.replaceChildren(...numbers.flatMap(({ title, explained }) => this.#number(title, explained)));
+  /** @param {...(Shown)} numbers */
+  show(...numbers) {
+    this.replaceChildren(...numbers.flatMap((each) => this.#number(each)));
   }
 
   /**
-   * @param {string} title
-   * @param {Explained} explained
+   * @param {Shown} shown
+   * @returns {(Node | string)[]}
    */
-  #number(title, { place, formula, explanation }) {
-    const heading = el("h3", {}, title, " = ", el("output", {}, said(place.served)));
-    if (!explanation) return [heading, el("p", { class: "faint" }, formula)];
+  #number({ title, explained: { place, formula, explanation }, edits = [], before }) {
+    const heading = [
+      el("h3", {}, title, " = ", el("output", {}, said(place.served))),
+      before === undefined ? "" : el("p", {}, `Without the edits: ${said(before)}.`),
+    ];
+    if (!explanation) return [...heading, el("p", { class: "faint" }, formula), edited(edits)];
     return [
-      heading,
+      ...heading,
       el("p", { class: "faint" }, explanation.sentence),
       el(
         "p",
         { class: "sum" },
         explanation.formula.map((each) => this.#part(each)),
       ),
-      verdict(place.served, explanation),
+      ...verdict(place.served, explanation, edits),
       explanation.terms.length > 0 ? this.#terms(explanation) : "",
     ];
   }
@@ -102,24 +107,31 @@ export class CellArithmetic extends HTMLElement {
 }
 
 /**
+ * The edits that act on a number.
+ * @param {string[]} edits
+ */
+function edited(edits) {
+  return edits.length > 0 ? el("p", { class: "edited" }, `◆ Replaced by an edit: ${edits.join("; ")}.`) : "";
+}
+
+/**
  * Whether the arithmetic gives the number of the service.
  * @param {number} served
  * @param {Explanation} explanation
+ * @param {string[]} edits
  */
-function verdict(served, { computed, slack }) {
-  if (computed === null) return el("p", { class: "faint" }, `The service computed ${said(served)}.`);
-  const difference = Math.abs(computed - served);
+function verdict(served, { computed, slack }, edits) {
+  const difference = computed === null ? NaN : Math.abs(computed - served);
+  if (edits.length > 0 && !(difference <= slack))
+    return [edited(edits), computed === null ? "" : el("p", {}, `The formula would give ${said(computed)}.`)];
+  if (computed === null) return [el("p", { class: "faint" }, `The service computed ${said(served)}.`)];
+  const isRounded = computed !== null && said(computed) !== said(served);
   if (difference <= slack)
-    return el(
-      "p",
-      { class: "agrees" },
-      `✓ ${said(served)} is what the service computed${said(computed) === said(served) ? "" : ", rounded"}.`,
-    );
-  return el(
-    "p",
-    { class: "differs" },
-    `The service computed ${said(served)}: it differs by ${said(difference)}, more than rounding explains.`,
-  );
+    return [
+      el("p", { class: "agrees" }, `✓ ${said(served)} is what the service computed${isRounded ? ", rounded" : ""}.`),
+    ];
+  const words = `it differs by ${said(difference)}, more than rounding explains.`;
+  return [el("p", { class: "differs" }, `The service computed ${said(served)}: ${words}`)];
 }
 
 customElements.define("cell-arithmetic", CellArithmetic);

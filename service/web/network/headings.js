@@ -4,6 +4,7 @@
 import { shown } from "../format.js";
 import { FONT, MONO, cut } from "./labels.js";
 import { namesOf, placeName } from "./names.js";
+import { pointedLayer } from "./scene.js";
 import { headPlaces, isMasked } from "./strips.js";
 
 /**
@@ -14,6 +15,8 @@ import { headPlaces, isMasked } from "./strips.js";
 
 const LABELS = { across: [23, 38], down: [11, 23] }; // lines of the heading, in pixels from its beginning
 const LEAST_LABEL = 12; // pixels of a stage that has a label
+const NAME = { near: 9, afar: 6 }; // the line of the names of layers, and how much lower it is from afar
+const AFAR = 33; // the line of the names of branches
 const LAYER = 18; // pixels of the name of a layer, where the computation goes down
 const HEAD = 24; // pixels of a head that has a name
 const KEY = { least: 7.5, level: 40 }; // pixels of a column that has a token, and of one in which it lies level
@@ -41,7 +44,8 @@ export function drawHeadings(scene, { heading, keys }) {
     context.fillStyle = palette.text;
     context.textAlign = plane.isDown ? "left" : "center";
     if (plane.isDown) plane.text(placeName(layer), Math.max(0, start) + 9, -heading + 2);
-    else if (end - start > 18) plane.text(placeName(layer), middle, -heading + 9);
+    else if (end - start > 18)
+      plane.text(placeName(layer), middle, -heading + NAME.near + NAME.afar * (1 - layout.detail));
   }
   drawLabels(scene, heading);
   const [from, to] = layout.span;
@@ -51,23 +55,28 @@ export function drawHeadings(scene, { heading, keys }) {
 }
 
 /**
- * The names of the branches from afar, and those of the stages from near. A name that is longer than its stage takes
- * the room of its neighbours, whose names then go to the other line.
+ * The names of the stages from near, and those of the branches under the pointer from afar. A name that is longer than
+ * its stage takes the room of its neighbours, whose names then go to the other line.
  * @param {Scene} scene
  * @param {number} heading
- * @param {number | null} [pointed] the item under the pointer: its name alone is drawn, stronger
+ * @param {number | null} [pointed] the item under the pointer: its name alone is drawn, stronger; from afar, the names
+ *   of the branches of its layer
  */
-export function drawLabels({ plane, layout, line, palette }, heading, pointed = null) {
+export function drawLabels(scene, heading, pointed = null) {
+  const { plane, layout, line, palette } = scene;
   const { context } = plane;
-  const lines = plane.isDown ? LABELS.down : LABELS.across;
   const isNear = layout.detail > 0.5;
+  if (!isNear && pointed === null) return;
+  const lines = plane.isDown ? LABELS.down : isNear ? LABELS.across : [AFAR];
   const [from, to] = layout.span;
   const places = isNear
     ? line.items.map((item, index) => ({ names: namesOf(item), first: index, last: index }))
-    : line.branches.map(({ first, last }) => {
-        const isAttention = line.items.slice(first, last + 1).some(({ kind }) => kind === "bands");
-        return { names: isAttention ? ["Attention"] : ["Feed-forward network", "Feed-forward", "FFN"], first, last };
-      });
+    : line.branches
+        .filter(({ layer }) => layer === pointedLayer(scene)?.layer)
+        .map(({ first, last }) => {
+          const isAttention = line.items.slice(first, last + 1).some(({ kind }) => kind === "bands");
+          return { names: isAttention ? ["Attention"] : ["Feed-forward network", "Feed-forward", "FFN"], first, last };
+        });
   const free = lines.map(() => (plane.isDown ? LAYER : -Infinity)); // where each line is free
   context.font = `11px ${FONT}`;
   context.textAlign = "center";
@@ -85,7 +94,7 @@ export function drawLabels({ plane, layout, line, palette }, heading, pointed = 
     const at = free.findIndex((place) => place <= middle - text.half);
     if (at < 0) continue;
     free[at] = middle + text.half;
-    if (pointed !== null && !(isNear && pointed === first)) continue;
+    if (pointed !== null && isNear && pointed !== first) continue;
     context.fillStyle = pointed === null ? palette.faint : palette.text;
     context.save();
     context.translate(...plane.point(middle, lines[at] - heading));

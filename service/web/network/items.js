@@ -24,20 +24,12 @@ import { partsOf } from "../views/block_map.js";
 const FAR = {
   embed: 1.2,
   pos_embed: 0.8,
-  "attn.q": 0.36,
-  "attn.k": 0.36,
-  "attn.v": 0.36,
-  "attn.z": 0.6,
-  attn_out: 0.8,
-  resid_mid: 1,
-  "mlp.router_logits": 0.5,
+  attn_out: 0.9,
   "mlp.expert_weights": 0.4,
   "mlp.post": 1.8,
-  mlp_out: 0.8,
-  resid_post: 1.2,
-  "ln_final.out": 1,
+  resid_post: 1.1,
 };
-const GATE = { far: 0.5, near: 0.7 };
+const GATE = { far: 0.35, near: 0.7 };
 const BANDS = { far: 3.4, near: 3 };
 const PREDICTIONS = { far: 0, near: 3 }; // from afar, they have a fixed width
 const HEAD_AXES = ["head", "kv_head"];

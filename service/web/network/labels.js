@@ -4,7 +4,7 @@
 import { number, percent, shown } from "../format.js";
 import { colour, textOn } from "../draw/colours.js";
 import { bandOf, isSplit } from "./scene.js";
-import { headPlaces, isMasked } from "./strips.js";
+import { headPlaces, isMasked, shareOf } from "./strips.js";
 
 /**
  * @import { Item } from "./items.js"
@@ -15,41 +15,53 @@ export const FONT = "system-ui, sans-serif";
 export const MONO = 'ui-monospace, "DejaVu Sans Mono", monospace';
 const CELL = { length: 46, breadth: 13 }; // pixels from which a cell shows its number
 const LINE = 15;
+const THIN = 2;
 
-/** @param {Scene} scene */
+/**
+ * The most likely next tokens, with bars as long as their probabilities. If there are edits, a thin bar is the
+ * probability without them, and an arrow leads from the token that was the most likely one.
+ * @param {Scene} scene
+ */
 export function drawPredictions(scene) {
-  const { plane, layout, line, pass, palette, row: chosen } = scene;
+  const { plane, layout, line, pass, plain, palette, row: chosen } = scene;
   const { context } = plane;
   const index = line.items.length - 1;
   const [start, width] = [layout.startOf(index) + 16, layout.widthOf(index) - 20];
   if (start > layout.length || width < 24) return;
   const [first, last] = layout.rows;
-  const most = plane.isDown ? 1 : Math.max(1, Math.min(5, Math.floor((layout.rowSize - 4) / LINE)));
+  const room = plane.isDown ? 1 : Math.max(1, Math.min(5, Math.floor((layout.rowSize - 4) / LINE)));
   context.textBaseline = "middle";
   for (let row = first; row < last; row++) {
     const top = pass.predictions.get(row) ?? [];
-    const lines = top.slice(0, most);
+    const before = plain?.predictions.get(row) ?? [];
+    const isNamed = row === chosen || layout.detail > 0.5; // from afar, the others are brief
+    const lines = top.slice(0, isNamed ? room : 1);
     const begin = layout.rowStart(row) + layout.rowSize / 2 - ((lines.length - 1) * LINE) / 2;
     lines.forEach((token, at) => {
       const across = begin + at * LINE;
       const share = token.probability ?? 0;
+      const was = before.find(({ id }) => id === token.id)?.probability ?? null;
+      const isOther = at === 0 && before.length > 0 && before[0].id !== token.id;
+      const text = isOther ? `${shown(before[0])} → ${shown(token)}` : shown(token);
       context.globalAlpha = row === chosen ? 1 : 0.75;
       context.fillStyle = row === chosen ? palette.path : palette.river;
       if (plane.isDown) {
         context.globalAlpha *= 0.3;
         plane.fill(start, layout.rowStart(row) + 2, Math.max(2, share * width), layout.rowSize - 4);
         context.globalAlpha = 1;
-        return upright(scene, shown(token), start + 4, across, layout.rowSize, width - 8, row === chosen);
+        if (was !== null) plane.fill(start, layout.rowStart(row) + layout.rowSize - 4, was * width, THIN);
+        return upright(scene, text, start + 4, across, layout.rowSize, width - 8, row === chosen);
       }
       context.globalAlpha *= 0.28;
       plane.fill(start, across - LINE / 2 + 1, Math.max(2, share * width), LINE - 2);
       context.globalAlpha = row === chosen || at === 0 ? 1 : 0.7;
+      if (was !== null) plane.fill(start, across + LINE / 2 - 1, was * width, THIN);
       context.fillStyle = palette.text;
       context.font = `${row === chosen && at === 0 ? "600 " : ""}12px ${MONO}`;
       context.textAlign = "left";
-      const room = width - 44;
-      context.fillText(cut(shown(token), Math.max(2, Math.floor(room / 7.4))), start + 4, across);
-      if (room < 20) return undefined;
+      const length = isNamed ? width - 44 : width;
+      context.fillText(cut(text, Math.max(2, Math.floor(length / 7.4))), start + 4, across);
+      if (!isNamed || length < 20) return undefined;
       context.font = `11px ${FONT}`;
       context.textAlign = "right";
       context.fillStyle = palette.faint;
@@ -114,8 +126,35 @@ export function drawTokens(scene, gutter) {
     context.textAlign = "left";
     context.font = `10px ${FONT}`;
     context.fillStyle = palette.faint;
-    if (layout.rowSize > 13) context.fillText(String(row), 2 - gutter, middle);
+    if (layout.detail > 0.5 || row === chosen) context.fillText(String(row), 2 - gutter, middle);
   }
+}
+
+/**
+ * What other rows than the chosen one do not show from afar, for the row under the pointer: its number, and the
+ * probability of the most likely next token.
+ * @param {Scene} scene
+ * @param {number} gutter
+ */
+export function drawPointedRow({ plane, layout, line, pass, palette, row: chosen, pointed }, gutter) {
+  const row = pointed?.row ?? chosen;
+  if (row === chosen || layout.detail > 0.5 || plane.isDown) return;
+  const { context } = plane;
+  const middle = layout.rowStart(row) + layout.rowSize / 2;
+  context.fillStyle = palette.faint;
+  context.textBaseline = "middle";
+  context.font = `10px ${FONT}`;
+  context.textAlign = "left";
+  context.fillText(String(row), 2 - gutter, middle);
+  const end = line.items.length - 1;
+  context.font = `11px ${FONT}`;
+  context.textAlign = "right";
+  context.fillText(
+    percent(pass.predictions.get(row)?.[0].probability),
+    layout.startOf(end) + layout.widthOf(end) - 4,
+    middle,
+  );
+  context.textAlign = "left";
 }
 
 /**
@@ -158,11 +197,7 @@ export function drawNumbers(scene, item, index) {
       const across = layout.rowStart(row) + ((begin + end) / 2) * layout.rowSize;
       for (let column = from; column < to; column++) {
         const value = numbers[head * item.columns + column];
-        const share = (value - range.low) / (range.high - range.low);
-        const under = colour(
-          range.isSigned ? share : Math.sqrt(Math.max(0, share)),
-          range.isSigned ? "diverging" : "sequential",
-        );
+        const under = colour(shareOf(value, range), range.isSigned ? "diverging" : "sequential");
         const isHidden = !Number.isFinite(value) || isMasked(pass, item, row, head * item.columns + column);
         context.fillStyle = isHidden ? palette.text : textOn(under);
         plane.text(brief(value), place.begin + (column + 0.5) * size, across, room);

@@ -5,7 +5,8 @@
 
 /** @typedef {{ zoom: number, centre: number, row: number }} Camera `centre`: an item and a share of it, as 7.5 */
 
-const DETAIL = { from: 300, to: 1000 }; // pixels of a block from which it shows more, and up to which
+const DETAIL = { from: 300, to: 1000 }; // pixels of a block from which it shows more, and up to which, at least
+const ZOOMED = 0.9; // the share of the picture from which a block shows all
 const ROW = { least: 22, most: 68 };
 const NARROW_ROW = { least: 36, most: 90 };
 const MOST = 4e7; // pixels of the whole line
@@ -63,8 +64,10 @@ export class Layout {
     const { items, blocks } = this.line;
     const total = Math.min(MOST, this.length * this.zoom);
     const block = total / Math.max(1, blocks.length);
-    const [from, to] = [Math.log(DETAIL.from), Math.log(DETAIL.to)];
-    const share = Math.min(1, Math.max(0, (Math.log(block) - from) / (to - from)));
+    const whole = blocks.length > 1 ? this.length / blocks.length : 0;
+    const from = Math.max(DETAIL.from, whole); // the whole network is always seen from afar
+    const to = Math.min((from * DETAIL.to) / DETAIL.from, Math.max(DETAIL.to, ZOOMED * this.length));
+    const share = Math.min(1, Math.max(0, Math.log(block / from) / Math.log(to / from)));
     this.detail = share * share * (3 - 2 * share);
     let sum = 0;
     items.forEach(({ far, near, kind }, index) => {

@@ -24,6 +24,7 @@ import {
 } from "./tour_steps.js";
 
 /**
+ * @import { Architecture } from "../answers.js"
  * @import { Line } from "./items.js"
  * @import { Pass } from "./pass.js"
  * @import { StepOf, TourStep } from "./tour_steps.js"
@@ -43,6 +44,7 @@ export const LESSONS = {
       position,
       norm,
       queries,
+      rotation,
       scores,
       pattern,
       attentionOut,
@@ -91,12 +93,12 @@ export const LESSONS = {
 /**
  * The steps of a lesson for the token at a position. Reads the numbers that they need.
  * @param {string} name
- * @param {{ pass: Pass, line: Line }} parts
+ * @param {{ pass: Pass, line: Line, architecture: Architecture }} parts
  * @param {number} row
  * @param {AbortSignal} signal
  * @returns {Promise<Chapter[]>}
  */
-export async function chaptersOf(name, { pass, line }, row, signal) {
+export async function chaptersOf(name, { pass, line, architecture }, row, signal) {
   const lesson = LESSONS[name];
   if (!lesson) throw new Error(`lesson: there is no lesson “${name}”.`);
   const patterns = line.blocks.map(({ layer }) => patternOf(layer));
@@ -104,7 +106,7 @@ export async function chaptersOf(name, { pass, line }, row, signal) {
   const gaze = gazeOf(pass, line, row);
   const own = [...pass.stages.keys()].filter((stage) => stage.startsWith(`blocks.${gaze.layer}.`));
   await pass.read(["embed", "pos_embed", "ln_final.out", ...own], [row], signal);
-  const scene = { pass, line, row, gaze };
+  const scene = { pass, line, architecture, row, gaze };
   return lesson.steps.flatMap(([chapter, stepOf]) => {
     const step = stepOf(scene);
     return step === null ? [] : [{ ...step, chapter }];

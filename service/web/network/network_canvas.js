@@ -24,6 +24,7 @@ const KEYS = { across: 15, down: 44, letter: 6.2, most: 70, cell: 7.5 }; // room
 const GUTTER = { letter: 7.9, numbers: 40, least: 70, most: 150, down: 66 };
 const HEIGHT = { least: 300, below: 120, down: 620 };
 const SETTLE_MILLISECONDS = 140;
+const NEAR = 0.3; // of the detail of the layout
 
 /**
  * Events: "choose" with detail {spot}; "point" with {spot} (or null); "settle" when what is in sight has changed;
@@ -75,22 +76,27 @@ export class NetworkCanvas extends HTMLElement {
   }
 
   /**
-   * Show a pass. A new one moves through the network once.
+   * Show a pass. Returns whether it is a new one, and not what edits change in the pass that was shown.
    * @param {Line} line
    * @param {Pass} pass
-   * @param {{ row: number, head: number | null, chosen: Spot | null }} look
+   * @param {Pick<Scene, "plain" | "row" | "head" | "chosen">} look
    * @param {number | null} focus the stage that is zoomed to
    */
   show(line, pass, look, focus) {
     this.#focus = focus;
-    const isNew = this.#scene?.pass !== pass;
-    if (isNew) {
+    const before = this.#scene;
+    const isNew = before?.pass.body !== pass.body;
+    if (before?.line !== line) {
       const layout = new Layout(line, pass.tokens.length);
       const shared = { plane: this.#plane, line, layout, pass, pointed: null, front: Infinity };
       this.#scene = { ...shared, ...look, strips: new Strips(pass, false, 1), palette: paletteOf(this) };
       this.#resize();
-      this.#canvas.setAttribute("aria-label", describe(line, pass));
-    } else Object.assign(/** @type {Scene} */ (this.#scene), look);
+    } else {
+      const isOther = before.pass !== pass;
+      Object.assign(before, look, { pass });
+      if (isOther) this.#restrip();
+    }
+    this.#canvas.setAttribute("aria-label", describe(line, pass));
     this.redraw();
     return isNew;
   }
@@ -169,7 +175,7 @@ export class NetworkCanvas extends HTMLElement {
     this.#frame = requestAnimationFrame(() => this.#draw());
   }
 
-  /** The stages and rows in sight, which must be here to be drawn. */
+  /** The stages and rows in sight, which must be here to be drawn, and whether the parts of a layer are seen. */
   sight() {
     const { layout, line, row } = /** @type {Scene} */ (this.#scene);
     const [from, to] = layout.span;
@@ -182,7 +188,7 @@ export class NetworkCanvas extends HTMLElement {
     const layers = line.items.flatMap(({ kind, layer }, index) =>
       kind === "bands" && index >= from && index < to && layer !== null ? [layer] : [],
     );
-    return { names: [...new Set([...names, ...masks])], layers, rows, row };
+    return { names: [...new Set([...names, ...masks])], layers, rows, row, isNear: layout.detail > NEAR };
   }
 
   /**

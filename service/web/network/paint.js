@@ -1,10 +1,11 @@
 // Draw one picture of the network, from the ground up: rows, rivers, branches, bands, strips, gates, words, and marks.
 
 import { drawBands } from "./bands.js";
+import { drawEditSigns } from "./edit_signs.js";
 import { drawHeadings, drawLabels } from "./headings.js";
-import { drawNumbers, drawPredictions, drawTokens, hasNumbers } from "./labels.js";
+import { drawNumbers, drawPointedRow, drawPredictions, drawTokens, hasNumbers } from "./labels.js";
 import { drawBranches, drawGates, drawRivers } from "./river.js";
-import { bandOf, strength } from "./scene.js";
+import { bandOf, pointedLayer, strength } from "./scene.js";
 import { headPlaces } from "./strips.js";
 
 /**
@@ -40,6 +41,7 @@ export function paint(scene, margins) {
   drawBands(scene);
   drawStrips(scene);
   drawGates(scene);
+  drawEditSigns(scene);
   drawPredictions(scene);
   context.restore();
   context.restore();
@@ -56,7 +58,8 @@ export function paint(scene, margins) {
 }
 
 /**
- * Mark the place under the pointer, on a picture that is painted.
+/**
+ * Mark the place under the pointer, on a picture that is painted: from afar its layer, which a click opens.
  * @param {Scene} scene
  * @param {Margins} margins
  */
@@ -69,11 +72,19 @@ export function paintPointed(scene, { gutter, heading }) {
   plane.clip(-gutter, -heading, layout.length + gutter, layout.rowsInSight + heading);
   drawLabels(scene, heading, pointed.item);
   plane.clip(-gutter, 0, layout.length + gutter, layout.rowsInSight);
+  drawPointedRow(scene, gutter);
   context.fillStyle = palette.text;
   context.globalAlpha = strength(0.05, 0.08);
   plane.fill(-gutter, layout.rowStart(pointed.row), layout.length + gutter, layout.rowSize);
+  const block = pointedLayer(scene);
+  if (block) {
+    const [start, end] = [layout.startOf(block.first), layout.startOf(block.last + 1)];
+    context.fillStyle = palette.river;
+    context.globalAlpha = strength(0.1, 0.16);
+    plane.fill(start, 0, end - start, layout.rowsInSight);
+  }
   context.globalAlpha = 1;
-  drawMark(scene, pointed, false);
+  if (!block) drawMark(scene, pointed, false);
   context.restore();
 }
 
@@ -100,6 +111,7 @@ function drawStrips(scene) {
   const [from, to] = layout.span;
   const [first, last] = layout.rows;
   context.imageSmoothingEnabled = false;
+  const faded = strength(0.55 + 0.23 * layout.detail, 0.5 + 0.2 * layout.detail);
   for (let index = from; index < to; index++) {
     const item = line.items[index];
     const [start, width] = [layout.startOf(index), layout.widthOf(index)];
@@ -128,7 +140,7 @@ function drawStrips(scene) {
           [0, (row - first) * steps, strip.columns, count * steps],
           [place.begin + all[0] * size, layout.rowStart(row), pixels, count * layout.rowSize],
         );
-      context.globalAlpha = hasNumbers(scene, item, index) ? 1 : strength(0.78, 0.7); // for the contrast of numbers
+      context.globalAlpha = hasNumbers(scene, item, index) ? 1 : faded; // for the contrast of numbers
       draw(first, last - first);
       context.globalAlpha = 1;
       if (chosen >= first && chosen < last) draw(chosen, 1);

@@ -6,15 +6,17 @@ import { matrixOf } from "./items.js";
 
 /**
  * @import { Numbers, Tensor } from "../api.js"
- * @import { ForwardAnswer, Loss, Model, PositionPredictions, PositionedToken, Prompt } from "../answers.js"
+ * @import { AppliedEdit, Edit, ForwardAnswer, Loss, Model, PositionPredictions, PositionedToken, Prompt }
+ *   from "../answers.js"
  * @import { StageShape } from "./items.js"
  *
- * @typedef {{ low: number, high: number, isSigned: boolean }} Range
+ * @typedef {{ low: number, high: number, isSigned: boolean, isRoot?: boolean }} Range `isRoot`: the colour follows the
+ *   root of the size
  * @typedef {{
  *   name: string, dims: string[], shape: number[], heads: number, columns: number, hasKeys: boolean, dtype: string,
  *   rows: Map<number, Numbers>, version: number, range: Range | null,
  * }} PassStage `rows`: position → the numbers of all heads, one head after the other
- * @typedef {{ model?: string, prompt: Prompt }} Body
+ * @typedef {{ model?: string, prompt: Prompt, edits?: Edit[] }} Body
  * @typedef {{ values: Numbers, dtype: string }} Wide the numbers of one position
  */
 
@@ -37,6 +39,8 @@ export class Pass {
   predictions = new Map();
   /** @type {Loss} */
   loss;
+  /** @type {AppliedEdit[]} where each edit of the body acts */
+  edits;
   /** @type {Map<string, PassStage>} in the order of computation */
   stages = new Map();
   #topK;
@@ -50,14 +54,15 @@ export class Pass {
 
   /**
    * @param {Body} body
-   * @param {ForwardAnswer} answer
+   * @param {Pick<ForwardAnswer, "tokens" | "loss" | "predictions" | "edits">} answer
    * @param {StageShape[]} stages
    */
   constructor(body, answer, stages) {
     this.body = body;
     this.tokens = answer.tokens;
     this.loss = answer.loss;
-    this.#topK = answer.predictions[0].top.length;
+    this.edits = answer.edits ?? [];
+    this.#topK = answer.predictions[0]?.top.length ?? 0;
     for (const stage of stages)
       this.stages.set(stage.name, {
         ...stage,
@@ -142,6 +147,31 @@ export class Pass {
     return this.stages.get(name)?.rows.get(position);
   }
 
+  /** The pass whose numbers give the scales of this one. @returns {Pass} */
+  get reference() {
+    return this;
+  }
+
+  /**
+   * The edits that act on a stage at a position, on one of its heads, and on one number.
+   * @param {string} name
+   * @param {number} position
+   * @param {number} [head]
+   * @param {number} [within] the index of the number in its head
+   */
+  editsAt(name, position, head, within) {
+    return (this.body.edits ?? []).filter(({ heads, neurons }, index) => {
+      const { stages, positions } = this.edits[index];
+      const isThere = positions.some((each) =>
+        Array.isArray(each) ? position >= each[0] && position <= (each[1] ?? Infinity) : position === each,
+      );
+      // edits count the heads of keys and values by the query heads that read them
+      const hasHead = head === undefined || !heads || /attn\.[kv]$/.test(name) || heads.includes(head);
+      const hasNumber = within === undefined || !neurons || neurons.includes(within);
+      return isThere && stages.includes(name) && hasHead && hasNumber;
+    });
+  }
+
   /**
    * Read the rows of some stages that are not here. Resolves to whether any were read.
    * @param {string[]} names
@@ -217,7 +247,7 @@ export class Pass {
    * @param {number[]} positions
    */
   #keepAll(answer, tensors, positions) {
-    if (this.#numbers > KEPT_NUMBERS) this.#forget();
+    this.makeRoom();
     for (const { position, top } of answer.predictions) if (top.length > 0) this.predictions.set(position, top);
     for (const { name, dtype } of answer.stages) {
       const stage = this.stages.get(name);
@@ -227,18 +257,31 @@ export class Pass {
       const stage = this.stages.get(name);
       if (!stage || WIDE.includes(name)) continue;
       const { heads, columns, hasKeys } = stage;
-      positions.forEach((position, index) => {
-        if (!hasKeys) stage.rows.set(position, values.slice(index * heads * columns, (index + 1) * heads * columns));
-        else stage.rows.set(position, rowOfHeads(values, index, positions.length, heads, columns));
-      });
-      this.#numbers += heads * columns * positions.length;
-      stage.range = null;
-      stage.version += 1;
+      this.keep(name, positions, (index) =>
+        hasKeys
+          ? rowOfHeads(values, index, positions.length, heads, columns)
+          : values.slice(index * heads * columns, (index + 1) * heads * columns),
+      );
     }
   }
 
-  /** Forget all rows: those in sight are asked for again. */
-  #forget() {
+  /**
+   * Keep rows of a stage.
+   * @param {string} name
+   * @param {number[]} positions
+   * @param {(index: number) => Numbers} rowOf of each position
+   */
+  keep(name, positions, rowOf) {
+    const stage = /** @type {PassStage} */ (this.stages.get(name));
+    positions.forEach((position, index) => stage.rows.set(position, rowOf(index)));
+    this.#numbers += stage.heads * stage.columns * positions.length;
+    stage.range = null;
+    stage.version += 1;
+  }
+
+  /** If there are many rows, forget all: those in sight are asked for again. */
+  makeRoom() {
+    if (this.#numbers <= KEPT_NUMBERS) return;
     for (const stage of this.stages.values()) {
       stage.rows.clear();
       stage.version += 1;

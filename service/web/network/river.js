@@ -13,6 +13,7 @@ import { bandOf, isSplit, riverCentre, riverMost } from "./scene.js";
 
 const GATE = 0.16; // half the opening of a norm, as a share of the lane
 const TINY = 28; // pixels of a branch that is not drawn
+const SHORT = 12; // pixels of a part of a branch that is not drawn
 const LEAST = 0.6; // pixels of half a river
 
 /** Whether a stage is the residual stream itself. @param {string} part */
@@ -44,7 +45,7 @@ export function lengthOf(pass, name, position) {
  * The width of the river for each row in sight, at the items of the stream in sight and beside it.
  * @param {Scene} scene
  */
-function widths({ line, layout, pass }) {
+function widths({ line, layout, pass: { reference } }) {
   const [first, last] = layout.rows;
   const [from, to] = layout.span;
   const all = line.items.flatMap((item, index) => (isStream(item.part) && layout.widthOf(index) > 0.01 ? [index] : []));
@@ -56,7 +57,7 @@ function widths({ line, layout, pass }) {
   const near = all.slice(begin, end < 0 ? all.length : end + 1);
   const known = all.flatMap((index) => {
     const some = [];
-    for (let row = first; row < last; row++) some.push(lengthOf(pass, line.items[index].name, row));
+    for (let row = first; row < last; row++) some.push(lengthOf(reference, line.items[index].name, row));
     return some.filter((length) => length !== undefined);
   });
   known.sort((a, b) => a - b);
@@ -131,7 +132,8 @@ export function drawBranches(scene, rivers) {
     for (const [row, river] of rivers) {
       const isChosen = row === chosen;
       for (const points of partsOf(scene, branch, row, river))
-        if (points.length > 1) ribbon(plane, points, isChosen ? palette.path : palette.branch, isChosen ? 0.4 : 0.3);
+        if (points.length > 1 && points[points.length - 1].along - points[0].along > SHORT)
+          ribbon(plane, points, isChosen ? palette.path : palette.branch, isChosen ? 0.4 : 0.3);
     }
   }
 }
@@ -188,14 +190,14 @@ function partsOf({ layout, line }, { first, last, join }, row, river) {
 }
 
 /**
- * Norms as gates, and the signs of addition where branches come back.
+ * Norms as gates, and the signs of addition where branches come back. They are seen from near.
  * @param {Scene} scene
  */
 export function drawGates(scene) {
   const { layout, line, plane, palette, row: chosen } = scene;
   const { context } = plane;
   const { rowSize } = layout;
-  if (!isSplit(rowSize)) return;
+  if (!isSplit(rowSize) || layout.detail === 0) return;
   const [first, last] = layout.rows;
   const [from, to] = layout.span;
   for (let index = from; index < to; index++) {
@@ -209,6 +211,7 @@ export function drawGates(scene) {
       context.strokeStyle = row === chosen ? palette.path : palette.faint;
       context.lineWidth = Math.min(3, Math.max(1.2, layout.widthOf(index) / 4));
       context.lineCap = "round";
+      context.globalAlpha = layout.detail;
       context.beginPath();
       plane.moveTo(along, top + outside[0] * rowSize);
       plane.lineTo(along, top + opening[0] * rowSize - 1);
@@ -217,7 +220,8 @@ export function drawGates(scene) {
       context.stroke();
     }
   }
-  const radius = Math.min(7, 0.1 * rowSize);
+  context.globalAlpha = 1;
+  const radius = layout.detail * Math.min(7, 0.1 * rowSize);
   for (const branch of line.branches) {
     const { join } = branch;
     if (join < from || join > to || radius < 2 || isTiny(scene, branch)) continue;

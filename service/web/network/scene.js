@@ -12,12 +12,13 @@ import { isDark } from "../theme.js";
  * @typedef {{ item: number, row: number, column: number | null }} Spot `column`: of all heads together
  * @typedef {{
  *   page: string, panel: string, text: string, faint: string, line: string, river: string, bank: string, path: string,
- *   branch: string,
+ *   branch: string, negative: string, edit: string,
  * }} Palette
  * @typedef {{
- *   plane: Plane, line: Line, layout: Layout, pass: Pass, strips: Strips, palette: Palette, row: number,
- *   head: number | null, pointed: Spot | null, chosen: Spot | null, front: number,
- * }} Scene `row`: of the token whose path is emphasised; `head`: whose bands are drawn, null for the mean of all;
+ *   plane: Plane, line: Line, layout: Layout, pass: Pass, plain: Pass | null, strips: Strips, palette: Palette,
+ *   row: number, head: number | null, pointed: Spot | null, chosen: Spot | null, front: number,
+ * }} Scene `pass`: whose numbers are drawn, or what edits change; `plain`: the pass without the edits, if there are
+ *   edits; `row`: of the token whose path is emphasised; `head`: whose bands are drawn, null for the mean of all;
  *   `front`: how many pixels along are there already
  */
 
@@ -29,7 +30,7 @@ const LANE = { begin: 0.08, end: 0.66 };
 export function paletteOf(/** @type {HTMLElement} */ element) {
   const style = getComputedStyle(element);
   const read = (/** @type {string} */ name) => style.getPropertyValue(`--${name}`).trim();
-  const names = /** @type {const} */ (["page", "panel", "text", "faint", "line", "river", "bank", "path", "branch"]);
+  const names = "page panel text faint line river bank path branch negative edit".split(" ");
   return /** @type {Palette} */ (Object.fromEntries(names.map((name) => [name, read(name)])));
 }
 
@@ -67,3 +68,10 @@ export function bandOf(height, isBranch, rowSize) {
  * @param {number} dark
  */
 export const strength = (light, dark) => (isDark() ? dark : light);
+
+/** The layer under the pointer, if the whole network is seen: a click opens it. @param {Scene} scene */
+export function pointedLayer({ layout, line, pointed }) {
+  const isAfar = layout.detail < 0.5 && line.blocks.length > 1;
+  const at = pointed?.item ?? -1;
+  return isAfar ? line.blocks.find(({ first, last }) => at >= first && at <= last) : undefined;
+}

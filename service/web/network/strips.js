@@ -141,13 +141,19 @@ export function sizeOf(numbers, from, to) {
 }
 
 /**
+ * The place of a number on its colour map, from 0 to 1. Of numbers without a sign, and of changes, small ones can be
+ * seen, too.
  * @param {number} value
  * @param {Range} range
  */
-export function colourIndex(value, { low, high, isSigned }) {
-  const share = Math.min(1, Math.max(0, (value - low) / (high - low || 1)));
-  return Math.round(255 * (isSigned ? share : Math.sqrt(share))); // small shares of a whole can be seen, too
+export function shareOf(value, { low, high, isSigned, isRoot }) {
+  if (!isSigned) return Math.sqrt(Math.min(1, Math.max(0, (value - low) / (high - low || 1))));
+  const share = Math.max(-1, Math.min(1, value / (high || 1)));
+  return (1 + (isRoot ? Math.sign(share) * Math.sqrt(Math.abs(share)) : share)) / 2;
 }
+
+/** The place on a colour map of 256 colours. @param {number} value @param {Range} range */
+export const colourIndex = (value, range) => Math.round(255 * shareOf(value, range));
 
 /**
  * Where the heads of a stage stand along, inside the place of its item.

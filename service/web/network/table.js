@@ -6,14 +6,17 @@ import { lengthOf } from "./river.js";
 /**
  * @import { Table } from "../draw/data_table.js"
  * @import { Parts } from "./names.js"
+ * @import { Pass } from "./pass.js"
  */
 
 /**
- * @param {Parts} parts
+ * @param {Parts & { plain: Pass | null }} parts
+ * @param {Pass} drawn whose numbers the picture draws: the pass, or what edits change in it
  * @param {string} at
  * @returns {Table}
  */
-export function tableOf({ line, pass }, at) {
+export function tableOf({ line, pass, plain }, drawn, at) {
+  const change = drawn === pass ? "" : " (with the edits − without)";
   const item = line.items.find(({ name }) => name === at);
   const heading = (/** @type {number} */ row) => `${row} ${shown(pass.tokens[row])}`;
   const rows = [...pass.tokens.keys()];
@@ -22,24 +25,29 @@ export function tableOf({ line, pass }, at) {
       const [head, within] = [Math.floor(column / item.columns), column % item.columns];
       return `${item.heads > 1 ? `H${head} ` : ""}${item.hasKeys ? heading(within) : within}`;
     });
-    const known = rows.filter((row) => pass.row(item.name, row));
+    const known = rows.filter((row) => drawn.row(item.name, row));
     return {
-      caption: `${item.name}: a row for each token`,
+      caption: `${item.name}${change}: a row for each token`,
       columns: ["token", ...names],
-      rows: known.map((row) => [heading(row), ...Array.from(pass.row(item.name, row) ?? [], Number)]),
+      rows: known.map((row) => [heading(row), ...Array.from(drawn.row(item.name, row) ?? [], Number)]),
     };
   }
   const stream = line.items.filter(
     ({ part, layer }) => /^(embed|resid_post)$/.test(part) && (!/^L/.test(at) || `L${layer}` === at),
   );
-  const next = (/** @type {number} */ row) => pass.predictions.get(row)?.[0];
+  const nextOf = (/** @type {Pass} */ { predictions }, /** @type {number} */ row) => {
+    const best = predictions.get(row)?.[0];
+    return `${shown(best ?? {})} ${percent(best?.probability)}`;
+  };
+  const places = stream.map(({ layer }) => (layer === null ? "embedding" : `after L${layer}`));
   return {
-    caption: "The length of each token's vector in the residual stream, and the most likely next token",
-    columns: ["token", ...stream.map(({ layer }) => (layer === null ? "embedding" : `after L${layer}`)), "next"],
+    caption: `The length of each token's vector in the residual stream${change}, and the most likely next token`,
+    columns: ["token", ...places, "next", ...(plain ? ["next without the edits"] : [])],
     rows: rows.map((row) => [
       heading(row),
-      ...stream.map(({ name }) => lengthOf(pass, name, row)),
-      `${shown(next(row) ?? {})} ${percent(next(row)?.probability)}`,
+      ...stream.map(({ name }) => lengthOf(drawn, name, row)),
+      nextOf(pass, row),
+      ...(plain ? [nextOf(plain, row)] : []),
     ]),
   };
 }

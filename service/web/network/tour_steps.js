@@ -2,25 +2,26 @@
 // answers. The answers are computed from the pass. lessons.js has their order.
 
 import { count, number, percent, quoted } from "../format.js";
+import { halfOf, turnOf } from "./arithmetic/elementwise.js";
 import { patternOf } from "./bands.js";
 import { placeName } from "./names.js";
 
 /**
+ * @import { Architecture } from "../answers.js"
+ * @import { Numbers } from "../api.js"
  * @import { Line } from "./items.js"
  * @import { Pass, PassStage } from "./pass.js"
  *
  * @typedef {{ title: string, sentence: string, question: string, answer: string, at: string, cell: string }} TourStep
  *   `at` and `cell`: the place in the network, as in the address
- * @typedef {{ layer: number | null, head: number, key: number }} Gaze the head in which the token looks back the most
- * @typedef {{ pass: Pass, line: Line, row: number, gaze: Gaze }} Scene
+ * @typedef {{ layer: number | null, head: number, key: number }} Gaze a head, and the token that it attends to the most
+ * @typedef {{ pass: Pass, line: Line, architecture: Architecture, row: number, gaze: Gaze }} Scene
  * @typedef {(scene: Scene) => TourStep | null} StepOf null: this network has no such stage
  */
 
-const MOST = "No head of any layer gives an earlier token more, the first one aside.";
-
 /**
- * The layer and head in which a token attends the most to an earlier one, the first token aside: many heads look there
- * when they find nothing.
+ * The head that shows the most of softmax: the one whose largest share is nearest to a half. Heads that attend the most
+ * to an earlier token come first, the first token aside: many heads look there when they find nothing.
  * @param {Pass} pass
  * @param {Line} line
  * @param {number} row
@@ -28,18 +29,30 @@ const MOST = "No head of any layer gives an earlier token more, the first one as
  */
 export function gazeOf(pass, { blocks }, row) {
   const first = blocks.length > 0 ? blocks[0].layer : null;
-  let [best, gaze] = [-1, { layer: first, head: 0, key: 0 }];
+  let [best, gaze] = [Infinity, { layer: first, head: 0, key: 0 }];
   for (const { layer } of blocks) {
     const stage = pass.stages.get(patternOf(layer));
     const weights = stage?.rows.get(row);
     if (!stage || !weights) continue;
-    for (let head = 0; head < stage.heads; head++)
-      for (let key = Math.min(1, row); key < Math.max(1, row); key++) {
-        const weight = weights[head * stage.columns + key];
-        if (weight > best) [best, gaze] = [weight, { layer, head, key }];
-      }
+    for (let head = 0; head < stage.heads; head++) {
+      const [key] = strongest(weights, head, stage.columns);
+      const isBack = key > 0 && key < row;
+      const distance = Math.abs(weights[head * stage.columns + key] - 0.5) + (isBack ? 0 : 1);
+      if (distance < best) [best, gaze] = [distance, { layer, head, key }];
+    }
   }
   return gaze;
+}
+
+/**
+ * The keys of a head, the one with the largest share first.
+ * @param {Numbers} weights of all heads
+ * @param {number} head
+ * @param {number} columns
+ */
+function strongest(weights, head, columns) {
+  const own = weights.slice(head * columns, (head + 1) * columns);
+  return [...own.keys()].sort((one, other) => own[other] - own[one]);
 }
 
 /** @type {StepOf} */
@@ -150,13 +163,17 @@ export function pattern({ pass, row, gaze: { layer, head, key } }) {
   const weights = pass.row(name, row);
   if (layer === null || !stage || !weights) return null;
   const cell = head * stage.columns + key;
+  const next = strongest(weights, head, stage.columns)
+    .filter((other) => other !== key && weights[head * stage.columns + other] > 0)
+    .slice(0, 2)
+    .map((other) => `${quoted(pass.tokens[other])} (${percent(weights[head * stage.columns + other])})`);
   return {
     title: "Attention",
     sentence: "Softmax turns the scores of each head into shares of 100 %.",
     question:
       `How much does ${quoted(pass.tokens[row])} attend to ${quoted(pass.tokens[key])} in ` +
       `${placeName(layer, head)}?`,
-    answer: `${percent(weights[cell])}. ${row > 1 ? MOST : ""}`,
+    answer: `${percent(weights[cell])}. ${next.length > 0 ? `Then come ${next.join(" and ")}.` : ""}`,
     at: name,
     cell: String(cell),
   };
@@ -180,19 +197,32 @@ export function attentionOut({ pass, row, gaze: { layer } }) {
 }
 
 /** @type {StepOf} */
-export function rotation({ pass, row, gaze: { layer, head } }) {
+export function rotation({ pass, architecture, row, gaze: { layer, head } }) {
   const name = `blocks.${layer}.attn.rot_q`;
-  const [turned, before] = [pass.row(name, row), pass.row(`blocks.${layer}.attn.q`, row)];
-  const found = largest(pass, name, row, head);
-  if (layer === null || !turned || !before || !found) return null;
-  const cell = head * found.stage.columns + found.column;
+  const before = ["q_norm.out", "q"].map((part) => `blocks.${layer}.attn.${part}`).find((each) => pass.row(each, row));
+  const stage = pass.stages.get(name);
+  if (layer === null || !stage || before === undefined || !pass.row(name, row)) return null;
+  const half = halfOf(architecture, stage);
+  const turns = Array.from({ length: half }, (_, index) =>
+    turnOf(pass, architecture, { name, before, row, head, index }),
+  );
+  const moved = turns.map(({ from, to }) => Math.hypot(to[0] - from[0], to[1] - from[1]));
+  const index = moved.indexOf(Math.max(...moved));
+  const { from, to, cos, sin, words } = turns[index];
+  const [one, other, c, s] = [...from, cos, sin].map((value) => (value < 0 ? `(${number(value)})` : number(value)));
   return {
     title: "Rotary positions",
-    sentence: "Pairs of numbers of each query and key are turned by an angle that grows with the position.",
-    question: `What does turning make of number ${found.column} of the query of ${placeName(layer, head)}?`,
-    answer: `${number(before[cell])} becomes ${number(turned[cell])}.`,
+    sentence:
+      "Pairs of numbers of each query and key are turned by an angle that grows with the position. So the score of " +
+      "two tokens depends on how far apart they are.",
+    question: `Of the query of ${placeName(layer, head)}, which pair moves the most, and where to?`,
+    answer:
+      `Numbers ${index} and ${index + half}, q₁ = ${number(from[0])} and q₂ = ${number(from[1])}. They turn by ` +
+      `${words}: cos = ${number(cos)}, sin = ${number(sin)}. ` +
+      `q₁′ = q₁·cos − q₂·sin = ${one}·${c} − ${other}·${s} = ${number(to[0])}. ` +
+      `q₂′ = q₁·sin + q₂·cos = ${one}·${s} + ${other}·${c} = ${number(to[1])}.`,
     at: name,
-    cell: String(cell),
+    cell: String(head * stage.columns + index),
   };
 }
 

@@ -146,7 +146,8 @@ export default class Attention extends View {
     this.#showChoice(layers, heads, { layer, head });
     const isEdited = this.#plain !== null;
     this.#ranking.show({ heads: all, target, isEdited, tokens, query, key, chosen: { layer, head } });
-    await this.#showHead({ layer, head, stage, position: query }, signal);
+    const chosenKey = state.pos === "" || state.key === "" ? null : key;
+    await this.#showHead({ layer, head, stage, position: query, key: chosenKey }, signal);
     if (this.#isChosen) this.#head.reveal();
     this.#isChosen = false;
     this.#state = state;
@@ -286,17 +287,17 @@ export default class Attention extends View {
   }
 
   /**
-   * @param {Place & { stage: MapStage, position: number }} place
+   * @param {Place & { stage: MapStage, position: number, key: number | null }} place
    * @param {AbortSignal} signal
    */
-  async #showHead({ layer, head, stage, position }, signal) {
+  async #showHead({ layer, head, stage, position, key }, signal) {
     const pattern = await this.#maps.head(layer, head, "pattern", signal);
     const map = stage === "pattern" ? pattern : await this.#maps.head(layer, head, stage, signal);
     const row = await rowOf(this.#maps, pattern, { layer, head, position }, signal);
     const plain = (await this.#plain?.head(layer, head, "pattern", signal)) ?? null;
     const plainRow = this.#plain && plain && (await rowOf(this.#plain, plain, { layer, head, position }, signal));
     this.#shown = { layer, head, stage };
-    this.#head.show({ layer, head, stage, position, map, pattern, row, plain, plainRow });
+    this.#head.show({ layer, head, stage, position, key, map, pattern, row, plain, plainRow });
   }
 
   /** @param {Place | null} place */

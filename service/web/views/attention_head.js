@@ -14,9 +14,10 @@ import { TARGETS, TARGET_NAMES } from "./attention_ranking.js";
  * @import { HeadMap, MapStage } from "./attention_maps.js"
  * @typedef {{
  *   layer: number, head: number, stage: MapStage, position: number, map: HeadMap, pattern: HeadMap, row: Float32Array,
- *   plain: HeadMap | null, plainRow: Float32Array | null,
+ *   plain: HeadMap | null, plainRow: Float32Array | null, key: number | null,
  * }} Shown `map`: the numbers of the stage; `pattern`: those of the pattern; `row`: the exact weights of the position;
- *   `plain` and `plainRow`: the same without the edits, if there are edits
+ *   `plain` and `plainRow`: the same without the edits, if there are edits; `key`: that of the chosen cell, whose query
+ *   is the position
  */
 
 /** The stages of the switch → {label, the name of a value}. */
@@ -46,14 +47,15 @@ export class AttentionHead extends HTMLElement {
   #answer = el("p", { class: "answer" });
   #stages = el("div", { class: "row", role: "group", "aria-label": "What the picture shows" });
   #note = el("p", { class: "faint" });
-  /** @type {{ query: number, key: number } | null} the chosen cell */
-  #cell = null;
   #trace = el(
     "button",
     {
       type: "button",
       class: "small",
-      onclick: () => this.dispatchEvent(new CustomEvent("trace", { detail: this.#cell })),
+      onclick: () => {
+        const { position: query, key } = this.#shown;
+        this.dispatchEvent(new CustomEvent("trace", { detail: { query, key } }));
+      },
     },
     "How this number comes about",
   );
@@ -101,10 +103,9 @@ export class AttentionHead extends HTMLElement {
       ),
     );
     this.#map.addEventListener("cell", ({ detail }) => this.#point(detail && this.#positionOf(detail.row)));
-    this.#map.addEventListener("choose", ({ detail }) => {
-      this.#cell = { query: this.#positionOf(detail.row), key: this.#positionOf(detail.column) };
-      this.#change({ pos: String(this.#cell.query), key: String(this.#cell.key) });
-    });
+    this.#map.addEventListener("choose", ({ detail }) =>
+      this.#change({ pos: String(this.#positionOf(detail.row)), key: String(this.#positionOf(detail.column)) }),
+    );
     this.#arcs.addEventListener("point", ({ detail }) => this.#point(detail.position));
     this.#arcs.addEventListener("query", ({ detail: { position } }) => {
       if (position !== this.#shown.position) this.#change({ pos: String(position) }); // what is shown may be pointed at
@@ -126,12 +127,11 @@ export class AttentionHead extends HTMLElement {
     this.#answer.textContent = this.#describe();
     for (const button of findAll(this.#stages, "button"))
       button.setAttribute("aria-pressed", String(button.dataset.stage === stage));
-    if (!isSameMap) {
-      this.#cell = null;
-      this.#drawMap();
-    }
-    // the view Network has no edits, and the cells of a reduced map are not single numbers
-    this.#trace.hidden = this.#cell === null || what.plain !== null || what.map.block > 1;
+    if (!isSameMap) this.#drawMap();
+    const { block } = what.map;
+    const placeOf = (/** @type {number} */ position) => Math.floor(position / block);
+    this.#map.keptCell = what.key === null ? null : { row: placeOf(what.position), column: placeOf(what.key) };
+    this.#trace.hidden = what.key === null || block > 1; // the cells of a reduced map are not single numbers
     this.#note.textContent = this.#noteOf();
     const ofPattern = stage === "pattern" ? "" : " (weights of the pattern)";
     this.#heading.textContent = `What one token attends to${ofPattern}`;

@@ -9,41 +9,53 @@ import { brief } from "../network/labels.js";
 import { LESSONS, chaptersOf } from "../network/lessons.js";
 import { explainPrediction } from "../network/arithmetic/prediction.js";
 import { explain } from "../network/arithmetic/explain.js";
+import { Change } from "../network/change.js";
 import "../network/cell_arithmetic.js";
 import "../network/network_canvas.js";
 import "../network/tour_card.js";
-import { readIndex } from "../indices.js";
+import { readChoice, readIndex } from "../indices.js";
 import { defaultPrompt } from "../prompts.js";
 import { patternOf } from "../network/bands.js";
 import { Pass } from "../network/pass.js";
 import { tableOf } from "../network/table.js";
 import { nameOf, stepsOf } from "../network/names.js";
 import { View } from "../view.js";
+import { inWords, ofPrompt, readEdits } from "./edit_words.js";
 import { isOther, isPosition, readPosition } from "./positions.js";
 
 /**
  * @import { Line } from "../network/items.js"
  * @import { Lesson } from "../network/lessons.js"
  * @import { Spot } from "../network/scene.js"
+ * @import { Body } from "../network/pass.js"
  * @import { ViewState } from "../view.js"
  * @typedef {ViewState & typeof Network.params} State
  */
 
 const PREDICTIONS = "predictions"; // the item at the end of the line
+const SHOWN = { "": "the numbers", change: "what edits change" }; // by the colours
+const ATTENTION = /^blocks\.\d+\.attn\.(scores|attn_scores|pattern)$/; // the stages of the view Attention
 const MANY_WEIGHTS = 4e6; // of the patterns in sight; above, only those of the chosen token are read
-const FIRST = /(embed|resid_mid|resid_post|attn\.[qkvz]|attn\.pattern|attn_out|mlp\.post|mlp_out|ln_final\.out|scale)$/;
+const FIRST = /(embed|resid_post|attn\.pattern|attn_out|mlp\.post|mlp\.expert_weights|scale)$/; // what it shows
 
 export default class Network extends View {
   static showsWorkedExamples = true;
+  static appliesEdits = true;
   /**
    * `at`: "" is the whole network, "L3" a block, else a stage. `cell`: a column of the stage, of all heads. `lesson`:
-   * one of `LESSONS`. `step`: of the lesson, from 0; "" outside of it.
+   * one of `LESSONS`. `step`: of the lesson, from 0; "" outside of it. `show`: one of `SHOWN`.
    */
-  static params = { at: "", position: "", head: "", cell: "", lesson: "", step: "" };
+  static params = { at: "", position: "", head: "", cell: "", lesson: "", step: "", edits: "[]", show: "" };
 
   #answer = el("p", { class: "answer" });
   #trail = el("ol", { class: "trail" });
+  #zoom = el("nav", { "aria-label": "Zoom" }, this.#trail);
   #heads = el("span");
+  #showsChange = el("input", {
+    ...{ type: "checkbox", role: "switch" },
+    onchange: ({ target }) => this.context.navigate({ show: /** @type {any} */ (target).checked ? "change" : "" }),
+  });
+  #switch = el("label", { hidden: true }, this.#showsChange, " Show the change");
   #start = el("button", { type: "button", class: "small", onclick: () => this.#begin("") }, LESSONS[""]?.title);
   #articles = select({ onchange: ({ target }) => this.#begin(target.value) }, [["", "Read an article here"]], "");
   #lessons = el("span", { class: "row lessons" }, this.#start, this.#articles);
@@ -52,11 +64,16 @@ export default class Network extends View {
   #cell = el("cell-arithmetic", { hidden: true });
   #legend = el("p", { class: "legend row network-legend" });
   #said = el("p", { class: "under-pointer", "aria-live": "polite" });
-  #table = dataTable(() => tableOf(this.#parts(), this.#state?.at ?? ""), "Show as a table");
+  #table = dataTable(() => tableOf(this.#parts(), this.#drawn(), this.#state?.at ?? ""), "Show as a table");
   /** @type {Line | null} */
   #line = null;
-  /** @type {Pass | null} */
+  /** @type {Pass | null} with the edits, if there are edits */
   #pass = null;
+  /** @type {Pass | null} the pass without the edits, if there are edits */
+  #plain = null;
+  /** @type {Change | null} what the edits change, if there are edits */
+  #change = null;
+  #lineKey = "";
   /** @type {State | null} */
   #state = null;
   #passKey = "";
@@ -73,12 +90,15 @@ export default class Network extends View {
   }
 
   build() {
-    const bar = el("div", { class: "row network-bar" }, el("nav", { "aria-label": "Zoom" }, this.#trail), this.#heads);
+    const bar = el(
+      "div",
+      { class: "row network-bar" },
+      ...[this.#zoom, this.#answer, this.#lessons, this.#switch, this.#heads],
+    );
     const stage = el("div", { class: "network-stage" }, el("div", {}, this.#picture, this.#legend), this.#cell);
     this.#articles.setAttribute("aria-label", "Lessons");
     this.#articles.append(...this.#offered().map(([value, { title }]) => el("option", { value }, title)));
-    const answer = el("div", { class: "row" }, this.#answer, this.#lessons);
-    this.append(answer, this.#card, bar, stage, this.#said, this.#table);
+    this.append(this.#card, bar, stage, this.#said, this.#table);
     this.#card.addEventListener("step", ({ detail }) => this.#go(detail.step));
     this.#cell.addEventListener("go", ({ detail: { stage: at, row, column } }) =>
       this.context.navigate({ at, position: String(row), cell: String(column) }),
@@ -104,15 +124,17 @@ export default class Network extends View {
     if (Object.keys(stale).length > 0) return this.context.navigate(stale, { replace: true });
     const spot = this.#spotOf(state);
     const row = spot.row;
-    await pass.readAround(row, signal);
+    await Promise.all([pass.readAround(row, signal), this.#plain?.readAround(row, signal)]);
     const head = state.head === "" ? null : readIndex(state.head, "head", numHeadsOf(pass));
     const chosen = spot.column === null ? null : { item: spot.from, row, column: spot.column };
     this.#cell.hidden = chosen === null;
     this.#showTrail(state);
     this.#showHeads(state);
     this.#showAnswer(row);
+    this.#switch.hidden = this.#plain === null;
+    this.#showsChange.checked = this.#drawn() !== pass;
     const focus = pass.stages.has(state.at) ? spot.from : null;
-    const isNew = this.#picture.show(line, pass, { row, head, chosen }, focus);
+    const isNew = this.#picture.show(line, this.#drawn(), { plain: this.#plain, row, head, chosen }, focus);
     this.#picture.measure();
     const place = (/** @type {State | null} */ s) => s && [s.at, s.cell, s.position].join();
     if (isNew && state.at === "") this.#picture.play();
@@ -158,7 +180,7 @@ export default class Network extends View {
     const state = /** @type {State} */ (this.#state);
     if (step === null) return this.context.navigate({ lesson: "", step: "", at: "", cell: "" });
     try {
-      const steps = await chaptersOf(state.lesson, this.#parts(), this.#spotOf(state).row, this.#signal);
+      const steps = await this.#chapters(state.lesson, this.#spotOf(state).row, this.#signal);
       return await this.context.navigate({ step: String(step), at: steps[step].at, cell: steps[step].cell });
     } catch (error) {
       return this.context.report(error);
@@ -166,33 +188,51 @@ export default class Network extends View {
   }
 
   /**
+   * @param {string} lesson
+   * @param {number} row
+   * @param {AbortSignal} signal
+   */
+  #chapters(lesson, row, signal) {
+    const architecture = architectureOf(this.context.service, this.#state?.model ?? null);
+    return chaptersOf(lesson, { ...this.#parts(), architecture }, row, signal);
+  }
+
+  /**
    * @param {State} state
    * @param {number} row
    * @param {AbortSignal} signal
    */
-  async #showLesson({ lesson, step }, row, signal) {
-    this.#answer.hidden = this.#lessons.hidden = step !== "";
+  async #showLesson({ lesson, step, at }, row, signal) {
+    this.#answer.hidden = step !== "";
+    this.#lessons.hidden = step !== "" || at !== "";
     this.#card.hidden = step === "";
     this.#articles.value = "";
     if (step === "") return;
-    const steps = await chaptersOf(lesson, this.#parts(), row, signal);
+    const steps = await this.#chapters(lesson, row, signal);
     if (signal.aborted) return;
     this.#card.show(/** @type {Lesson} */ (LESSONS[lesson]), steps, readIndex(step, "step", steps.length));
   }
 
   /** What is shown, once there was a pass. */
   #parts() {
-    return { line: /** @type {Line} */ (this.#line), pass: /** @type {Pass} */ (this.#pass) };
+    const [line, pass] = [/** @type {Line} */ (this.#line), /** @type {Pass} */ (this.#pass)];
+    return { line, pass, plain: this.#plain };
+  }
+
+  /** Whose numbers the picture draws: those of the pass, or what the edits change. */
+  #drawn() {
+    return (this.#state?.show === "change" && this.#change) || /** @type {Pass} */ (this.#pass);
   }
 
   request() {
     if (this.#state === null) return null;
-    const { model, prompt, at } = this.#state;
+    const { prompt, at } = this.#state;
     const stages =
       at === ""
         ? ["*.resid_post", "*.attn.pattern"]
         : [at === PREDICTIONS ? "logits" : at.replace(/^L(\d+)$/, "blocks.$1.*")];
-    return { path: "/forward", body: { ...(model ? { model } : {}), prompt, stages } };
+    const body = { .../** @type {Pass} */ (this.#pass).body, prompt, stages };
+    return { path: "/forward", body: { ...body, ...(this.#drawn() === this.#change && { baseline: true }) } };
   }
 
   pictures() {
@@ -200,20 +240,30 @@ export default class Network extends View {
   }
 
   /**
-   * Compute the pass, unless it is here.
+   * Compute the pass, and the one without the edits, unless they are here.
    * @param {State} state
    * @param {AbortSignal} signal
    */
   async #run(state, signal) {
-    const body = { ...(state.model ? { model: state.model } : {}), prompt: state.prompt };
-    const key = JSON.stringify(body);
-    if (key === this.#passKey) return;
     const { service } = this.context;
-    const pass = isWorkedExample(service, state.model)
-      ? await Pass.ofExample(body, signal)
-      : await Pass.ofModel(body, this.model, (name) => FIRST.test(name), rowOf(state), signal);
-    [this.#passKey, this.#pass] = [key, pass];
-    this.#line = lineOf([...pass.stages.values()], architectureOf(service, state.model));
+    readChoice(state.show, "show", SHOWN);
+    const isExample = isWorkedExample(service, state.model);
+    const edits = isExample ? [] : ofPrompt(readEdits(state.edits));
+    const plainBody = { ...(state.model ? { model: state.model } : {}), prompt: state.prompt };
+    const body = edits.length > 0 ? { ...plainBody, edits } : plainBody;
+    const [key, plainKey] = [JSON.stringify(body), JSON.stringify(plainBody)];
+    if (key === this.#passKey) return;
+    const kept = this.#lineKey === plainKey ? (this.#plain ?? this.#pass) : null;
+    const run = (/** @type {Body} */ each) =>
+      isExample
+        ? Pass.ofExample(each, signal)
+        : Pass.ofModel(each, this.model, (name) => FIRST.test(name), rowOf(state), signal);
+    const [plain, edited] = await Promise.all([kept ?? run(plainBody), edits.length > 0 ? run(body) : null]);
+    [this.#passKey, this.#pass, this.#plain] = [key, edited ?? plain, edited && plain];
+    this.#change = edited && new Change(edited, plain);
+    if (plainKey === this.#lineKey) return;
+    this.#line = lineOf([...plain.stages.values()], architectureOf(service, state.model));
+    this.#lineKey = plainKey;
   }
 
   /**
@@ -242,28 +292,42 @@ export default class Network extends View {
    */
   async #showCell(state, chosen, signal) {
     if (chosen === null || chosen.column === null) return;
-    const pass = /** @type {Pass} */ (this.#pass);
+    const { pass, plain } = this.#parts();
     const { row, column } = chosen;
     const architecture = architectureOf(this.context.service, state.model);
     if (state.at === PREDICTIONS) {
       const [logit, probability] = await explainPrediction(pass, architecture, { row, id: column }, signal);
+      const before = await plain?.logits(row, signal);
+      if (signal.aborted) return;
+      const edits = pass.editsAt("logits", row).map(inWords);
       const token = pass.predictions.get(row)?.find(({ id }) => id === column) ?? { id: column };
       const title = `${quoted(token)} after ${quoted(pass.tokens[row])}`;
-      this.#cell.show([
-        { title: `Logit of ${title}`, explained: logit },
-        { title: `Probability of ${title}`, explained: probability },
-      ]);
+      this.#cell.show(
+        { title: `Logit of ${title}`, explained: logit, edits, before: before?.logits.values[column] },
+        { title: `Probability of ${title}`, explained: probability, before: before?.probabilities.values[column] },
+      );
       return;
     }
     const explained = await explain(pass, architecture, { name: state.at, row, column }, signal);
-    if (!signal.aborted) this.#cell.show([{ title: nameOf(this.#parts(), chosen), explained }]);
+    await plain?.read([state.at], [row], signal);
+    if (signal.aborted) return;
+    const { head, within } = explained.place;
+    const edits = pass.editsAt(state.at, row, head, within).map(inWords);
+    const before = plain?.row(state.at, row)?.[column];
+    this.#cell.show({ title: nameOf(this.#parts(), chosen), explained, edits, before });
+    const stage = ATTENTION.exec(state.at)?.[1];
+    if (stage === undefined) return;
+    const place = { layer: String(explained.place.layer), head: String(head), stage };
+    const go = () => this.context.navigate({ view: "attention", ...place, pos: String(row), key: String(within) });
+    this.#cell.append(el("button", { type: "button", class: "small", onclick: go }, "Show in the view Attention"));
   }
 
   /** Read what is in sight and not here, then draw it. */
   async #fill() {
-    const pass = this.#pass;
-    if (!pass || !this.#picture.scene) return;
-    const { names, layers, rows, row } = this.#picture.sight();
+    const pass = this.#picture.scene?.pass;
+    if (!pass) return;
+    const { names, layers, rows, row, isNear } = this.#picture.sight();
+    this.#heads.hidden = !(isNear && layers.length > 0) && this.#state?.head === "";
     const patterns = new Set([...names.filter((name) => name.endsWith("pattern")), ...layers.map(patternOf)]);
     const columns = [...patterns].reduce((sum, name) => {
       const stage = pass.stages.get(name);
@@ -271,9 +335,12 @@ export default class Network extends View {
     }, 0);
     const isMuch = columns * rows.length > MANY_WEIGHTS;
     const all = [...names.filter((name) => !patterns.has(name)), ...(isMuch ? [] : patterns)];
-    let hasRead = await pass.read(all, rows, this.#signal);
-    if (isMuch) hasRead = (await pass.read([...patterns], [row], this.#signal)) || hasRead;
-    if (hasRead && pass === this.#pass) this.#picture.redraw();
+    const passes = pass === this.#pass && this.#plain ? [pass, this.#plain] : [pass]; // a change reads both
+    const read = async (/** @type {string[]} */ some, /** @type {number[]} */ positions) =>
+      (await Promise.all(passes.map((each) => each.read(some, positions, this.#signal)))).some(Boolean);
+    let hasRead = await read(all, rows);
+    if (isMuch) hasRead = (await read([...patterns], [row])) || hasRead;
+    if (hasRead && pass === this.#picture.scene?.pass) this.#picture.redraw();
   }
 
   /** @param {Spot} spot */
@@ -359,6 +426,7 @@ export default class Network extends View {
 
   /** @param {State} state */
   #showTrail(state) {
+    this.#zoom.hidden = state.at === "";
     const steps = stepsOf(this.#parts(), state);
     const last = steps.pop();
     this.#trail.replaceChildren(
@@ -372,7 +440,7 @@ export default class Network extends View {
 
   /** @param {State} state */
   #showHeads({ head }) {
-    const pass = /** @type {Pass} */ (this.#pass);
+    const { pass } = this.#parts();
     const heads = Array.from({ length: numHeadsOf(pass) }, (_, index) => [String(index), `H${index}`]);
     const change = (/** @type {string} */ chosen) => this.context.navigate({ head: chosen });
     const control = select(
@@ -388,7 +456,7 @@ export default class Network extends View {
    * @param {State} state
    */
   #showLegend({ at }) {
-    const pass = /** @type {Pass} */ (this.#pass);
+    const pass = this.#drawn();
     const { low, high, isSigned } = pass.range(at);
     const [least, most] = pass.stages.has(at) ? [brief(low), brief(high)] : ["−", "+"];
     const bar = (/** @type {string} */ kind) => el("span", { class: `legend-bar ${kind}`, "aria-hidden": "true" });
@@ -398,30 +466,41 @@ export default class Network extends View {
       : [`${least} `, bar("sequential"), ` ${most}`];
     const masked = pass.stages.get(at)?.hasKeys && [el("span", { class: "legend-masked" }), " masked"];
     this.#legend.replaceChildren(
-      el("span", { class: "legend-scale" }, colours),
+      el("span", { class: "legend-scale" }, pass === this.#change && "With the edits − without: ", colours),
       el("span", {}, el("span", { class: "legend-path" }), " the followed token"),
-      el("span", {}, masked || ""),
-      el("span", {}, "Click, turn the wheel or pinch to zoom; drag to move; Escape goes back."),
+      masked ? el("span", {}, masked) : "",
+      this.#plain
+        ? el("span", {}, el("span", { class: "edited" }, "◆"), " an edit acts here; thin bars: without edits")
+        : "",
+      el("span", {}, at === "" ? "Click, scroll or pinch to zoom in." : "Drag to move; Escape goes back."),
     );
   }
 
   /** @param {number} row */
   #showAnswer(row) {
-    const pass = /** @type {Pass} */ (this.#pass);
-    const top = pass.predictions.get(row) ?? [];
-    const next = top.slice(0, 2).map((token) => `${quoted(token)} (${percent(token.probability)})`);
-    this.#answer.textContent = `After ${quoted(pass.tokens[row])}, the network expects ${next.join(", then ")}.`;
+    const { pass, plain } = this.#parts();
+    const expected = (/** @type {Pass} */ { predictions }) => {
+      const top = (predictions.get(row) ?? []).slice(0, plain ? 1 : 2);
+      return top.map((token) => `${quoted(token)} (${percent(token.probability)})`).join(", then ");
+    };
+    this.#answer.textContent =
+      `After ${quoted(pass.tokens[row])}, the network expects ${expected(pass)}` +
+      `${plain ? `; without the edits, ${expected(plain)}` : ""}.`;
   }
 
   /** @param {Spot | null} spot */
   #say(spot) {
-    const { line, pass } = this.#parts();
+    const { line, pass, plain } = this.#parts();
     if (!spot) return (this.#said.textContent = "");
     const { item, row, column } = spot;
     const { kind, name } = line.items[item];
-    const value = column === null || kind === "bands" ? undefined : pass.row(name, row)?.[column];
+    const valueOf = (/** @type {Pass | null} */ each) =>
+      column === null || kind === "bands" ? undefined : each?.row(name, row)?.[column];
+    const [value, before] = [valueOf(pass), valueOf(plain)];
     const end = value === undefined ? "" : `: ${number(value)}`;
-    return (this.#said.textContent = `${nameOf(this.#parts(), spot)}${end}`);
+    const plainly = before === undefined ? "" : `, without the edits ${number(before)}`;
+    const edits = pass.editsAt(name, row).map((edit) => `. Edit: ${inWords(edit)}`);
+    return (this.#said.textContent = `${nameOf(this.#parts(), spot)}${end}${plainly}${edits.join("")}`);
   }
 }
 

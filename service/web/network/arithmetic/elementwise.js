@@ -5,6 +5,8 @@ import { softmax } from "./attention.js";
 import { numOf, siblingOf, slackOf, sumOf, unitOf } from "./explanation.js";
 
 /**
+ * @import { Architecture } from "../../answers.js"
+ * @import { Pass, PassStage } from "../pass.js"
  * @import { Explanation, Formula, Kind, Num, Place } from "./explanation.js"
  */
 
@@ -149,34 +151,64 @@ export const normalized = {
   },
 };
 
+/**
+ * How many pairs of numbers of each head are rotated: number i and number i + half.
+ * @param {Architecture} architecture
+ * @param {{ columns: number }} stage
+ */
+export const halfOf = ({ rotary_dim: size }, { columns }) => (size || columns) / 2;
+
+/**
+ * The rotation of a pair, with its numbers before and after it. Where the config does not say the angle, it is read
+ * from the numbers.
+ * @param {Pass} pass
+ * @param {Architecture} a
+ * @param {{ name: string, before: string, row: number, head: number, index: number }} pair `name`: the rotated stage;
+ *   `before`: the stage that it rotates; `index`: of the first number in its head
+ */
+export function turnOf(pass, a, { name, before, row, head, index }) {
+  const stage = /** @type {PassStage} */ (pass.stages.get(name));
+  const half = halfOf(a, stage);
+  const first = head * stage.columns + index;
+  const [from, to] = [before, name].map((each) => [first, first + half].map((at) => pass.row(each, row)?.[at] ?? NaN));
+  const isPlain = a.rope_theta && !a.rope_scaling && !a.local_rope_theta;
+  const angle = isPlain
+    ? row * (a.rope_theta ?? 1) ** (-index / half)
+    : Math.atan2(to[1], to[0]) - Math.atan2(from[1], from[0]);
+  const words = isPlain
+    ? `position ${row} × ${a.rope_theta}^(−${index}/${half}) = ${angle.toPrecision(4)}`
+    : `the angle ${angle.toPrecision(4)}`;
+  return { from, to, cos: Math.cos(angle), sin: Math.sin(angle), words };
+}
+
 /** @type {Kind} */
 export const rotated = {
   needs: (place) => [{ stages: [beforeRotation(place)], rows: [place.row] }],
   explain(place) {
-    const { architecture: a, row, within, column, pass, stage } = place;
+    const { architecture: a, row, head, within, column, pass, stage } = place;
     const name = beforeRotation(place);
-    const size = a.rotary_dim || stage.columns;
     const from = numOf(place, name, row, column);
-    if (within >= size)
+    const half = halfOf(a, stage);
+    if (within >= 2 * half)
       return plain(place, "not one of the rotated numbers", ["= ", from], from.value, Math.abs(from.value));
-    const half = size / 2;
     const isFirst = within < half;
     const other = numOf(place, name, row, isFirst ? column + half : column - half);
-    const index = within % half;
-    const isPlain = a.rope_theta && !a.rope_scaling && !a.local_rope_theta;
-    const partner = pass.row(stage.name, row)?.[isFirst ? column + half : column - half] ?? NaN;
-    const [x, y] = isFirst ? [from.value, other.value] : [other.value, from.value];
-    const [u, v] = isFirst ? [place.served, partner] : [partner, place.served];
-    const angle = isPlain ? row * (a.rope_theta ?? 1) ** (-index / half) : Math.atan2(v, u) - Math.atan2(y, x);
-    const sine = isFirst ? -Math.sin(angle) : Math.sin(angle);
-    const computed = from.value * Math.cos(angle) + other.value * sine;
+    const { cos, sin, words } = turnOf(pass, a, { name: stage.name, before: name, row, head, index: within % half });
+    const computed = from.value * cos + other.value * (isFirst ? -sin : sin);
     return plain(
       place,
-      `numbers ${index} and ${index + half} are a pair, rotated by ` +
-        (isPlain
-          ? `position ${row} × ${a.rope_theta}^(−${index}/${half}) = ${angle.toPrecision(4)}`
-          : `the angle ${angle.toPrecision(4)}`),
-      [from, " × cos ", isFirst ? "− " : "+ ", other, " × sin = ", { value: computed }],
+      `numbers ${within % half} and ${(within % half) + half} are a pair, rotated by ${words}`,
+      [
+        from,
+        " × cos ",
+        { value: cos },
+        isFirst ? " − " : " + ",
+        other,
+        " × sin ",
+        { value: sin },
+        " = ",
+        { value: computed },
+      ],
       computed,
       // cosine and sine are rounded to the format, and their angles are computed in float32
       (Math.abs(from.value) + Math.abs(other.value)) * (1e6 * unitOf(place) + row),

@@ -103,5 +103,5 @@ export function sumOfProducts(products) {
 export function said(value) {
   const size = Math.abs(value);
   const text = size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(2) : value.toPrecision(4);
-  return text.replace("-", "−");
+  return text.replaceAll("-", "−");
 }
