@@ -1,13 +1,11 @@
 """The view "Interventions": chips, both runs and attribution show the numbers of the API."""
 
-import base64
 import json
 import re
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file

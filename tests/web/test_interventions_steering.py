@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.service.running import Running
-from tests.web.browsing import Findings, open_view, wait_until_ready
+from tests.web.browsing import Findings, open_view, wait_for, wait_until_ready
 from tests.web.conftest import OpenPage
 
 if TYPE_CHECKING:
@@ -166,16 +166,20 @@ def test_the_form_says_what_it_needs(page: "Page", base: str) -> None:
 
 def test_the_next_change_ends_the_text_that_is_being_written(page: "Page", base: str) -> None:
     held: list[Route] = []
+    ended: list[str] = []
     page.route("**/generate", lambda route: held.append(route))
-    with page.expect_request("**/generate"):
-        page.goto(f"{base}/#view=edits")
-    with page.expect_event("requestfailed", lambda request: request.url.endswith("/generate")):
-        page.get_by_label("Prompt", exact=True).fill(PROMPT)
-        page.get_by_role("button", name="Run").click()
-    page.unroute("**/generate")
+    page.on("requestfailed", lambda request: ended.append(request.post_data or ""))
+    page.goto(f"{base}/#view=edits")
+    wait_for(page, lambda: len(held) == 1, "the first text is asked for")
+    page.get_by_label("Prompt", exact=True).fill(PROMPT)
     page.get_by_role("button", name="Run").click()
+    wait_for(page, lambda: held[0].request.post_data in ended, "the first text is given up")
+    held[0].abort()  # Playwright waits for an end of its own
+    wait_for(page, lambda: len(held) == 2, "the next text is asked for")
+    held[1].continue_()
     wait_until_ready(page)
     assert strip_tokens(page, "Without the edits")
+    page.unroute("**/generate")
 
 
 def test_no_text_stands_beside_an_error(page: "Page", base: str, findings: Findings) -> None:

@@ -1,12 +1,14 @@
 """The view "Interventions": a patch at every layer and position, with the numbers of the API."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.service.running import Running
-from tests.web.browsing import Findings, open_table, open_view, wait_until_ready
+from tests.web.browsing import Findings, open_table, open_view, wait_for, wait_until_ready
 from tests.web.reading import read_number
 
 if TYPE_CHECKING:
@@ -38,6 +40,21 @@ def try_patches(page: "Page") -> None:
     page.get_by_role("button", name="Try every patch").click()
     page.locator("patch-sweep .answer").wait_for()
     wait_until_ready(page)
+
+
+@contextlib.contextmanager
+def held_sweep(page: "Page") -> Iterator[None]:
+    """Begin a sweep that gets no answer. The block must make the page give it up."""
+    held: list[Route] = []
+    ended: list[str] = []
+    page.route("**/attribute", lambda route: held.append(route))
+    page.on("requestfailed", lambda request: ended.append(request.url))
+    page.get_by_role("button", name="Try every patch").click()
+    wait_for(page, lambda: len(held) == 1, "the sweep is asked for")
+    yield
+    wait_for(page, lambda: held[0].request.url in ended, "the sweep is given up")
+    held[0].abort()  # Playwright waits for an end of its own
+    page.unroute("**/attribute")
 
 
 def table_of(page: "Page") -> list[list[float]]:
@@ -106,10 +123,10 @@ def test_two_prompts_with_the_same_answer_are_compared_by_the_tokens_that_change
 ) -> None:
     here, there = SAME_ANSWER
     assert best_token(bundled, here)["id"] == best_token(bundled, there)["id"]
-    with page.expect_request(lambda request: "patching" in (request.post_data or "")) as sent:
-        page.goto(f"{base}/?view=edits&prompt={here}&other={there}")
-    body = sent.value.post_data_json
-    wait_until_ready(page)
+    bodies: list[str] = []
+    page.on("request", lambda request: bodies.append(request.post_data or ""))
+    open_view(page, base, "edits", prompt=here, other=there)
+    (body,) = (json.loads(text) for text in bodies if '"patching"' in text)
     assert body["token"] != body["minus"]
     answer = sweep_of(bundled, here, there, body["token"], body["minus"])
     for row, values in zip(table_of(page), shares_of(answer), strict=True):
@@ -141,17 +158,12 @@ def test_a_sweep_that_cannot_work_says_why_beside_its_field(page: "Page", base: 
 def test_a_sweep_can_be_stopped_and_begun_again(page: "Page", base: str) -> None:
     start = {"model": "bundled", "target": {}, "clean_value": 1.0, "corrupted_value": -1.0, "num_cells": 84}
     cells = {"cells": [{"stage": "blocks.0.resid_pre", "position": 2, "head": None, "value": 0.0}]}
-    hold: list[Route] = []
     open_view(page, base, "edits")
-    page.route("**/attribute", lambda route: hold.append(route))
-    with page.expect_request("**/attribute"):
-        page.get_by_role("button", name="Try every patch").click()
-    with page.expect_event("requestfailed", lambda request: request.url.endswith("/attribute")):
+    with held_sweep(page):
         page.get_by_role("button", name="Stop").click()
     wait_until_ready(page)
     assert page.get_by_role("button", name="Stop").is_hidden()
     assert page.locator("patch-sweep [role=status]").first.inner_text() == "Stopped."
-    page.unroute("**/attribute")
     frames = "".join(f"data: {json.dumps(each)}\n\n" for each in (start, cells)) + "data: [DONE]\n\n"
     page.route("**/attribute", lambda route: route.fulfill(body=frames, content_type="text/event-stream"))
     try_patches(page)
@@ -165,13 +177,8 @@ def test_a_sweep_can_be_stopped_and_begun_again(page: "Page", base: str) -> None
 
 def test_another_view_ends_a_sweep(page: "Page", base: str) -> None:
     open_view(page, base, "edits")
-    hold: list[Route] = []
-    page.route("**/attribute", lambda route: hold.append(route))
-    with page.expect_request("**/attribute"):
-        page.get_by_role("button", name="Try every patch").click()
-    with page.expect_event("requestfailed", lambda request: request.url.endswith("/attribute")):
+    with held_sweep(page):
         page.get_by_role("link", name="Status").click()
-    page.unroute("**/attribute")
     page.go_back()
     wait_until_ready(page)
     page.get_by_text("84 of 84 patches.").wait_for()

@@ -55,6 +55,7 @@ export default class Interventions extends View {
   #comparison = el("edit-comparison");
   #sweep = el("patch-sweep");
   #attribution = el("direct-attribution");
+  #halves = el("div", { class: "halves" }); // side by side where there is room
   /** @type {Record<string, unknown> | null} */
   #body = null;
   #isChecking = false; // whether the service is asked if it takes an edit
@@ -95,16 +96,12 @@ export default class Interventions extends View {
     );
     const another = el("button", { type: "button" }, "Show another position");
     const position = el("form", { class: "row" }, labelled("After position", this.#position), another);
-    const next = el("div", {}, el("h3", {}, "The next token, without and with the edits"), position, this.#comparison);
-    this.append(
-      this.#steer,
-      meaning,
-      el("h3", {}, "Edits"),
-      this.#chips,
-      others,
-      this.#texts,
-      el("div", { class: "halves" }, next, el("div", {}, this.#sweep, this.#attribution)),
+    const heading = el("h3", {}, "The next token, without and with the edits");
+    this.#halves.append(
+      el("div", {}, heading, position, this.#comparison),
+      el("div", {}, this.#sweep, this.#attribution),
     );
+    this.append(this.#steer, meaning, el("h3", {}, "Edits"), this.#chips, others, this.#texts, this.#halves);
     another.addEventListener("click", () => position.requestSubmit());
     position.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -140,6 +137,7 @@ export default class Interventions extends View {
     this.#sweep.prepare(state.other || otherPrompt(prompt));
     this.#body = null;
     this.#state = state;
+    this.#halves.classList.remove("is-kept"); // late numbers turn grey
     const sweep = this.#sweep.show(state.other === "" ? null : { name, prompt, other: read(state.other) });
     sweep.catch(() => {}); // its error is thrown below, unless the edits have one
     let answer;
@@ -177,6 +175,7 @@ export default class Interventions extends View {
     this.#body = this.#bodyOf(state, model, this.#edits);
     const answer = await cached("/forward", this.#body, signal);
     this.#comparison.show(answer);
+    this.#halves.classList.add("is-kept");
     this.context.offer(); // the request can be copied while the shares are computed
     return answer;
   }

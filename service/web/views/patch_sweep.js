@@ -50,6 +50,7 @@ export class PatchSweep extends HTMLElement {
   #map = el("heat-map");
   #chosen = el("p", { class: "row", role: "status" });
   #result = el("div", { hidden: true }, this.#said, this.#map, this.#chosen);
+  #prepared = "";
   /** @type {Sweep | null} */
   #sweep = null;
 
@@ -82,7 +83,8 @@ export class PatchSweep extends HTMLElement {
 
   /** @param {string} text */
   prepare(text) {
-    this.#other.value = text;
+    if (text !== this.#prepared) this.#other.value = text; // what is typed stays
+    this.#prepared = text;
   }
 
   leave() {
