@@ -30,9 +30,9 @@ const FIELDS = {
 const OPTIONAL = ["factor", "vector", "scale", "source", "head"];
 
 /**
- * <edit-form>. `prepare({model, vectors, prompt, read})`: the answer of GET /model, the names of the stored vectors, the
- * prompt, and what a typed prompt means in requests. `refuse(error)` shows why the service does not take an edit. Event:
- * "add" with detail {edit}.
+ * <edit-form>. `prepare({model, vectors, prompt, read})`: the answer of GET /model, the names of the stored vectors,
+ * the prompt, and what a typed prompt means in requests. `refuse(error)` shows why the service does not take an edit.
+ * Event: "add" with detail {edit}.
  */
 export class EditForm extends HTMLElement {
   #form = el("form", { class: "row card", "aria-label": "Add an edit" });

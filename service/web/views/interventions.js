@@ -35,8 +35,8 @@ export default class Interventions extends View {
   static needs = "edits";
   static appliesEdits = true;
   /**
-   * `edits`: JSON; `pos`: the position to compare, "" is the last one; `other`: the other prompt of the sweep, "" for no
-   * sweep; `explain`, `minus`: tokens of the attribution, "" for the most likely one and for none.
+   * `edits`: JSON; `pos`: the position to compare, "" is the last one; `other`: the other prompt of the sweep, "" for
+   * no sweep; `explain`, `minus`: tokens of the attribution, "" for the most likely one and for none.
    */
   static params = { edits: "[]", pos: "", other: "", explain: "", minus: "" };
 

@@ -12,8 +12,8 @@ import { FieldMessage, isRefusal, messageOf } from "./field_message.js";
 
 /**
  * @import { ForwardAnswer, Prediction, Prompt, SweepEvent, Token } from "../answers.js"
- * @typedef {{ name: string | null, prompt: Prompt, other: Prompt }} Question `name`: the `model` of requests; `prompt` is
- *   patched with numbers of `other`
+ * @typedef {{ name: string | null, prompt: Prompt, other: Prompt }} Question `name`: the `model` of requests; the pass
+ *   over `prompt` is patched with numbers of that over `other`
  *
  * `plain`, `goal`: the logit of `token` minus that of `minus` for this prompt and for the other one; `values`: the same
  * after each patch, layer by layer, NaN for those that are not computed yet.
@@ -27,12 +27,11 @@ import { FieldMessage, isRefusal, messageOf } from "./field_message.js";
 
 const ENOUGH = 0.5; // the share that a patch has to bring over to be named
 const SMALL = 0.05; // a smaller negative share has the colour of 0
-const NUM_LIKELY = 50; // tokens among which those of the comparison are
 
 /**
- * <patch-sweep>. `prepare(text)`: the text of the other prompt in the form. `show(question)` computes a sweep, unless it
- * is there already, and shows nothing for null. `leave` ends one that runs. Events: "sweep" with detail {other}, a text,
- * and "add" with detail {edit}.
+ * <patch-sweep>. `prepare(text)`: the text of the other prompt in the form. `show(question)` computes a sweep, unless
+ * it is there already, and shows nothing for null. `leave` ends one that runs. Events: "sweep" with detail {other}, a
+ * text, and "add" with detail {edit}.
  */
 export class PatchSweep extends HTMLElement {
   #other = el("input", { name: "other", spellcheck: "false", autocomplete: "off" });
@@ -155,7 +154,7 @@ export class PatchSweep extends HTMLElement {
     const { name, prompt, other } = sweep.question;
     const { signal } = sweep.stopper;
     const model = name ? { model: name } : {};
-    const pass = { ...model, stages: ["logits"], detail: "none", positions: [-1], top_k: NUM_LIKELY };
+    const pass = { ...model, stages: ["logits"], detail: "none", positions: [-1] };
     const [here, there] = await Promise.all(
       [prompt, other].map((text) => cached("/forward", { ...pass, prompt: text }, signal)),
     );
@@ -227,8 +226,8 @@ export class PatchSweep extends HTMLElement {
 }
 
 /**
- * The token whose logit is compared, and the one whose logit is subtracted: the most likely ones of the other prompt and
- * of this one. If they are the same, those of the likely ones whose logits differ most.
+ * The token whose logit is compared, and the one whose logit is subtracted: the most likely ones of the other prompt
+ * and of this one. If they are the same, those of the likely ones whose logits differ most.
  * @param {ForwardAnswer} here
  * @param {ForwardAnswer} there
  * @returns {[Token, Token]}

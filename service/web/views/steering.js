@@ -10,8 +10,9 @@ import { encode, postTensors } from "../api.js";
  */
 
 /**
- * Add a vector that tells two texts apart: the residual stream at the end of `more` minus that of `less`, after a layer.
- * Its length is that of the stream at the end of the prompt, so strength 1 adds as much as there is in any network.
+ * The edit that adds the vector which tells two texts apart: the residual stream after a layer at the end of `more`,
+ * minus that at the end of `less`. It is scaled to the length of the stream at the end of the prompt, so that a
+ * strength means about the same in every network.
  * @param {SteerTexts} texts
  * @param {number} layer
  * @param {number} strength
@@ -28,7 +29,8 @@ export async function steeringEdit({ more, less }, layer, strength, { name, prom
   const difference = one.map((number, index) => number - other[index]);
   const size = lengthOf(difference);
   if (size === 0) throw new Error(`After layer ${layer}, the network does not tell these two texts apart.`);
-  const vector = encode(difference.map((number) => (number * lengthOf(here)) / size));
+  const factor = lengthOf(here) / size;
+  const vector = encode(difference.map((number) => number * factor));
   return { stage, op: "add", vector, scale: strength, steer: { more, less } };
 }
 
