@@ -108,6 +108,10 @@
  *   tokens: number[], finish_reason: FinishReason, logprobs: TokenLogprob[], trace: TracedStep[], usage: Usage,
  * }} GenerateAnswer
  * @typedef {{ text?: string, token?: TokenLogprob, finish_reason?: FinishReason, usage?: Usage }} GenerateEvent
+ * @typedef {{
+ *   clean_value?: number | null, corrupted_value?: number | null, num_cells?: number,
+ *   cells?: { stage: string, position: number, value: number }[],
+ * }} SweepEvent of POST /attribute
  * @typedef {{ tokens: PositionedToken[], count: number }} TokenizeAnswer
  * @typedef {{
  *   version: string, kernels: string | null, uptime_seconds: number,

@@ -1,6 +1,6 @@
 // Requests to the service: JSON, safetensors, and streams of events.
 
-/** @import { DType, GenerateEvent, GetAnswers, PostAnswers } from "./answers.js" */
+/** @import { DType, GenerateEvent, GetAnswers, PostAnswers, SweepEvent } from "./answers.js" */
 
 /**
  * The numbers of a tensor, by its number format.
@@ -181,7 +181,7 @@ export async function postPass(path, body, signal) {
  * @param {string} path
  * @param {object} body
  * @param {AbortSignal} signal
- * @returns {AsyncGenerator<GenerateEvent, void>}
+ * @returns {AsyncGenerator<GenerateEvent & SweepEvent, void>}
  */
 export async function* postStream(path, body, signal) {
   const response = await send("POST", path, { ...body, stream: true }, signal, "text/event-stream");

@@ -6,6 +6,7 @@
  */
 
 const EXAMPLE = "When Mary and John went to the park, John gave a ball to";
+const OTHER_EXAMPLE = "When Mary and John went to the park, Mary gave a ball to"; // as many tokens, another answer
 const EXAMPLE_IDS = 8;
 const LIST_OF_IDS = /^\s*\[[\s\d,]*\]\s*$/;
 
@@ -35,6 +36,15 @@ export function readPrompt(service, name, text) {
   const isExample = service.models.some((model) => model.name === name && model.kind === "worked_example");
   if (isExample || hasTokenizer(service) || !LIST_OF_IDS.test(text)) return text;
   return JSON.parse(text);
+}
+
+/**
+ * A text to compare a prompt with, as the form has it at first: an example, or the prompt itself, to change a word of.
+ * @param {Prompt} prompt
+ */
+export function otherPrompt(prompt) {
+  if (prompt === EXAMPLE) return OTHER_EXAMPLE;
+  return typeof prompt === "string" ? prompt : `[${prompt.join(", ")}]`;
 }
 
 /** @param {Service} service */

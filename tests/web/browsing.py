@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlencode, urlsplit
 
@@ -212,6 +212,15 @@ def wait_until_settled(page: "Page") -> str:
     # Not `wait_for_function`, whose texts of scripts the Content-Security-Policy forbids.
     page.locator("body[data-state]:not([data-state=busy])").wait_for()
     return str(page.evaluate("document.body.dataset.state"))
+
+
+def wait_for(page: "Page", condition: Callable[[], bool], description: str) -> None:
+    """Wait for a condition on events of the page, which arrive only while a call of Playwright waits."""
+    for _ in range(PATIENCE_MILLISECONDS // POLL_MILLISECONDS):
+        if condition():
+            return
+        page.wait_for_timeout(POLL_MILLISECONDS)
+    pytest.fail(f"the page does not get so far: {description}")
 
 
 def open_table(details: "Locator") -> "Locator":

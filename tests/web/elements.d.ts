@@ -18,9 +18,13 @@ import type { Spot } from "../../service/web/network/scene.js";
 import type { NextTokens } from "../../service/web/views/next_tokens.js";
 import type { StagePicture } from "../../service/web/views/stage_picture.js";
 import type { StageValues } from "../../service/web/views/stage_card.js";
-import type { PlainContinuation } from "../../service/web/views/plain_continuation.js";
+import type { TextContinuation } from "../../service/web/views/continuation.js";
+import type { BothTexts } from "../../service/web/views/both_texts.js";
+import type { PatchSweep } from "../../service/web/views/patch_sweep.js";
+import type { SteerForm } from "../../service/web/views/steer_form.js";
 import type { StageSearch } from "../../service/web/views/stage_search.js";
 import type { Edit } from "../../service/web/answers.js";
+import type { NamedEdit } from "../../service/web/views/edit_words.js";
 import type { StageEntry } from "../../service/web/stages.js";
 
 /** An element whose custom events have these details. */
@@ -45,6 +49,7 @@ declare global {
       { choose: Head; target: { target: string }; pair: Record<string, string> }
     >;
     "tour-card": Emits<TourCard, { step: { step: number | null } }>;
+    "both-texts": BothTexts;
     "cell-arithmetic": Emits<CellArithmetic, { go: { stage: string; row: number; column: number } }>;
     "cell-grid": Emits<CellGrid, { choose: { row: number; column: number } }>;
     "direct-attribution": Emits<
@@ -52,7 +57,7 @@ declare global {
       { explain: { explain: string; minus: string }; ablate: { edit: Edit } }
     >;
     "edit-comparison": EditComparison;
-    "edit-form": Emits<EditForm, { add: { edit: Edit }; fail: { error: unknown } }>;
+    "edit-form": Emits<EditForm, { add: { edit: Edit } }>;
     "forward-map": Emits<
       ForwardMap,
       { layer: { layer: string }; stage: { name: string }; head: { head: string }; position: { position: number } }
@@ -61,10 +66,12 @@ declare global {
     "network-canvas": Emits<NetworkCanvas, { choose: { spot: Spot }; point: { spot: Spot | null }; settle: null }>;
     "next-tokens": Emits<NextTokens, { position: { position: number } }>;
     "pattern-grid": Emits<PatternGrid, { choose: Head; point: Head | null; visible: number[] }>;
-    "plain-continuation": PlainContinuation;
+    "patch-sweep": Emits<PatchSweep, { sweep: { other: string }; add: { edit: Edit } }>;
     "stage-search": Emits<StageSearch, { go: { stage: StageEntry } }>;
     "stage-picture": StagePicture;
     "stage-values": Emits<StageValues, { head: { head: string } }>;
+    "steer-form": Emits<SteerForm, { add: { edit: NamedEdit }; fail: { error: unknown } }>;
+    "text-continuation": TextContinuation;
     "token-strip": Emits<TokenStrip, { choose: { index: number } }>;
   }
 }

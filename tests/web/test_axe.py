@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.published_models import CACHE
-from tests.web.browsing import open_view
+from tests.web.browsing import open_view, wait_until_ready
 from tests.web.conftest import OpenPage
 from tests.web.views import VIEWS
 
@@ -65,6 +65,21 @@ def test_axe_finds_nothing_serious(open_page: OpenPage, base: str, axe: str, vie
     page = open_page(dark=look == "dark", phone=look == "phone")
     open_view(page, base, view)
     assert serious_findings(page, axe) == []
+
+
+@pytest.mark.parametrize("look", ["light", "dark", "phone"])
+def test_axe_finds_nothing_serious_in_steered_texts_and_a_sweep(
+    open_page: OpenPage, base: str, axe: str, look: str
+) -> None:
+    page = open_page(dark=look == "dark", phone=look == "phone")
+    open_view(page, base, "edits", prompt="The old man was", other="The old men was")
+    page.get_by_role("button", name="Steer", exact=True).click()
+    page.locator(".chip").wait_for()
+    page.get_by_text("Other edits").click()
+    wait_until_ready(page)
+    assert page.locator("patch-sweep canvas").is_visible()
+    assert serious_findings(page, axe) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= page.evaluate("innerWidth")
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -13,7 +13,7 @@ from model.worked_examples import WORKED_EXAMPLES
 from tests.service.checkpoints import NUM_TOKENS, write_tokenizer
 from tests.service.running import PATIENCE_SECONDS, Running, running
 from tests.tiny import write_reference
-from tests.web.browsing import open_view, url_of, wait_until_settled
+from tests.web.browsing import open_table, open_view, url_of, wait_until_ready, wait_until_settled
 from tests.web.reading import SIGNIFICANT, percent, read_number
 from tests.web.views import VIEWS
 
@@ -95,6 +95,32 @@ def check_edits(page: "Page", ask: Ask) -> None:
     said = page.locator("edit-comparison .answer").inner_text()
     for run in (answer, answer["baseline"]):
         assert percent(run["predictions"][0]["top"][0]["probability"]) in said
+    for heading, edits in (("Without the edits", []), ("With the edits", [EDIT])):
+        options = page.locator(f"text-continuation[heading='{heading}'] [role=option]").all()
+        answer = ask("/generate", max_tokens=40, temperature=0, logprobs=1, edits=edits)
+        expected = [percent(math.exp(each["logprob"])) for each in answer["logprobs"]]
+        assert [each.get_attribute("data-said") for each in options] == expected
+    check_sweep(page, ask)
+
+
+def check_sweep(page: "Page", ask: Ask) -> None:
+    """Try every patch from another prompt."""
+    bodies: list[str] = []
+    page.on("request", lambda request: bodies.append(request.post_data or ""))
+    field = page.locator("patch-sweep [name=other]")
+    prompt = field.input_value()  # the form offers the prompt itself
+    field.fill("[3, 2, 4, 1, 5]" if prompt.startswith("[") else prompt.replace("b", "d"))
+    page.get_by_role("button", name="Try every patch").click()
+    page.locator("patch-sweep .answer").wait_for()
+    wait_until_ready(page)
+    (body,) = (json.loads(text) for text in bodies if '"patching"' in text)
+    answer = ask("/attribute", **{name: value for name, value in body.items() if name != "stream"})
+    plain, goal = answer["corrupted_value"], answer["clean_value"]
+    rows = open_table(page.locator("patch-sweep .data-table")).all()
+    for row, stage in zip(rows, answer["stages"], strict=True):
+        found = [read_number(text) for text in row.locator("td").all_inner_texts()]
+        expected = [(value - plain) / (goal - plain) for value in stage["values"]]
+        assert found == pytest.approx(expected, rel=SIGNIFICANT, abs=1e-5)
 
 
 CHECKS: dict[str, Callable[["Page", Ask], None]] = {
@@ -142,7 +168,7 @@ def test_the_numbers_of_every_family_are_those_of_the_service(page: "Page", fami
     prompt = "[3, 1, 4, 1, 5]" if page_is_of_ids(family) else "a bc"
     sent = [3, 1, 4, 1, 5] if page_is_of_ids(family) else prompt
     open_view(page, family, view, prompt=prompt, **({"edits": json.dumps([EDIT])} if view == "edits" else {}))
-    CHECKS[view](page, lambda path, **body: post(family, path, prompt=sent, **body))
+    CHECKS[view](page, lambda path, **body: post(family, path, **({"prompt": sent} | body)))
 
 
 @pytest.mark.parametrize("name", WORKED_EXAMPLES)

@@ -316,10 +316,10 @@ def test_edits_change_the_text_and_the_text_without_them_stands_below(
     number = next(
         index for index, ids in enumerate(zip(edited["tokens"], plain["tokens"], strict=True)) if ids[0] != ids[1]
     )
-    assert f"The edits change token {number + 1}: " in page.locator("plain-continuation .answer").inner_text()
+    assert f"The edits change token {number + 1}: " in page.locator("generate-view > .answer").inner_text()
     assert "1 edit is applied." in page.locator("#edits-note").inner_text()
 
 
 def test_without_edits_one_text_is_written(page: "Page", base: str) -> None:
     open_view(page, base, "generate", prompt=PROMPT, max_tokens=4)
-    assert page.locator("plain-continuation").count() == 0
+    assert page.locator("text-continuation").count() == 0

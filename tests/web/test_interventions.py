@@ -1,13 +1,11 @@
 """The view "Interventions": chips, both runs and attribution show the numbers of the API."""
 
-import base64
 import json
 import re
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -47,6 +45,12 @@ def rows_of(page: "Page", table: int, within: str = "edit-comparison") -> list[l
 
 def field(page: "Page", name: str) -> "Locator":
     return page.locator(f"edit-form [name={name}]")
+
+
+def open_edits(page: "Page", base: str, **params: str | int) -> None:
+    """Open the view with the form that adds any edit."""
+    open_view(page, base, "edits", prompt=PROMPT, **params)
+    page.get_by_text("Other edits").click()
 
 
 def add_edit(page: "Page", words: str) -> None:
@@ -121,7 +125,7 @@ def test_bars_say_how_far_each_stage_moved(page: "Page", base: str) -> None:
 
 
 def test_chips_are_added_and_removed_and_the_address_has_them(page: "Page", base: str) -> None:
-    open_view(page, base, "edits", prompt=PROMPT)
+    open_edits(page, base)
     assert page.locator("edit-comparison .answer").inner_text().startswith("Without edits, the most likely token")
     field(page, "layer").select_option("5")
     field(page, "head").select_option("2")
@@ -149,7 +153,7 @@ def test_chips_are_added_and_removed_and_the_address_has_them(page: "Page", base
 
 def test_a_patch_takes_numbers_from_another_prompt(page: "Page", base: str) -> None:
     other = "It was a dark night, and the lady"
-    open_view(page, base, "edits", prompt=PROMPT)
+    open_edits(page, base)
     field(page, "op").select_option("patch")
     field(page, "part").select_option("resid_post")
     field(page, "layer").select_option("3")
@@ -165,7 +169,7 @@ def test_a_stored_vector_is_added(page: "Page", tmp_path: Path, start: Start) ->
     save_file({"vector": 5 * torch.ones(256)}, tmp_path / "upward.safetensors")
     service = start(model="bundled", vectors=str(tmp_path))
     base = str(service.client.base_url).rstrip("/")
-    open_view(page, base, "edits", prompt=PROMPT)
+    open_edits(page, base)
     field(page, "op").select_option("add")
     field(page, "part").select_option("resid_post")
     field(page, "scale").fill("-2")
@@ -234,7 +238,7 @@ def test_a_wrong_edit_position_or_token_is_an_error(
 
 
 def test_an_edit_that_cannot_work_is_not_added(page: "Page", base: str, findings: Findings) -> None:
-    open_view(page, base, "edits", prompt=PROMPT)
+    open_edits(page, base)
     add = page.get_by_role("button", name="Add this edit")
     message = page.locator("#edit-message")
     field(page, "positions").fill("here")
@@ -261,7 +265,7 @@ def test_an_edit_that_cannot_work_is_not_added(page: "Page", base: str, findings
 
 def test_a_patch_says_which_positions_it_copies(page: "Page", base: str) -> None:
     other = "It was a dark night, and the lady of the house"
-    open_view(page, base, "edits", prompt=PROMPT)
+    open_edits(page, base)
     here, there = (post(base, "/tokenize", text=text) for text in (PROMPT, other))
     field(page, "op").select_option("patch")
     field(page, "source").fill(other)
@@ -280,12 +284,13 @@ def test_a_patch_says_which_positions_it_copies(page: "Page", base: str) -> None
 def test_an_error_of_the_edits_leaves_no_earlier_numbers_and_keeps_the_request(
     page: "Page", base: str, findings: Findings
 ) -> None:
-    open_view(page, base, "edits", prompt=PROMPT)
+    open_edits(page, base)
     page.get_by_text("Edits as JSON").click()
     page.get_by_label("All edits as JSON").fill('[{"stage": "blocks.9.mlp_out", "op": "zero"}]')
     page.get_by_role("button", name="Apply the JSON").click()
     page.locator("body[data-state=error]").wait_for()
     assert page.locator("edit-comparison").inner_text().strip() == ""
+    assert page.locator("both-texts").inner_text().strip() == ""
     assert page.locator("direct-attribution").is_hidden()
     page.get_by_role("button", name="Copy as curl").click()
     page.locator("export-bar pre", has_text="blocks.9.mlp_out").wait_for()
@@ -357,34 +362,3 @@ def edits_of(page: "Page") -> list[dict[str, Any]]:
     """The edits as the page has them."""
     edits: list[dict[str, Any]] = json.loads(page.get_by_label("All edits as JSON").input_value())
     return edits
-
-
-def test_two_texts_give_a_vector_and_a_slider_changes_its_strength(page: "Page", base: str) -> None:
-    open_view(page, base, "edits", prompt=PROMPT)
-    field(page, "op").select_option("steer")
-    field(page, "part").select_option("resid_post")
-    field(page, "layer").select_option("3")
-    page.get_by_role("button", name="Add this edit").click()
-    assert field(page, "more").get_attribute("aria-invalid") == "true"
-    texts = ("Anna was very happy", "Anna was very sad")
-    for name, text in zip(("more", "less"), texts, strict=True):
-        field(page, name).fill(text)
-    add_edit(page, "a vector of its own")
-    (edit,) = edits_of(page)
-    found = np.frombuffer(base64.b64decode(edit["vector"]["data"]), "<f4")
-    stage = "blocks.3.resid_post"
-    ends = [
-        post(base, "/forward", prompt=text, stages=[stage], positions=[-1], detail="values", dtype="float32")
-        for text in texts
-    ]
-    one, other = (np.array(answer["stages"][0]["values"][0][-1], np.float32) for answer in ends)
-    np.testing.assert_allclose(found, one - other, atol=1e-5)
-    assert {key: edit[key] for key in ("stage", "op", "scale")} == {"stage": stage, "op": "add", "scale": 1}
-    slider = page.get_by_label("Strength of")
-    slider.fill("3")
-    slider.dispatch_event("change")
-    page.locator(".chip", has_text="Add 3 ").wait_for()
-    wait_until_ready(page)
-    assert edits_of(page) == [edit | {"scale": 3}]
-    best = both_runs(base, [edit | {"scale": 3}])["predictions"][0]["top"][0]
-    assert percent(best["probability"]) in page.locator("edit-comparison .answer").inner_text()

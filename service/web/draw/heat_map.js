@@ -14,7 +14,7 @@ import { placeAfter } from "./grid_keys.js";
  *   values: Values, rows: number, columns: number, rowLabels: string[], columnLabels: string[],
  *   rowName: string, columnName: string, valueName: string,
  * }} Data
- * @typedef {{ scale: Scale, mark: [row: number, column: number][] }} Look
+ * @typedef {{ scale: Scale, mark: [row: number, column: number][], missing: string }} Look
  * @typedef {{ row: number, column: number }} Place
  */
 
@@ -32,6 +32,7 @@ const SLANT = Math.PI / 3; // the angle of the labels of columns
  * - `rowName`, `columnName`, `valueName`: the names of the axes and of the value, such as "position"
  * - `scale`: {map, low, high} of colours.js, and `ends`, two texts for the legend; default: from the values
  * - `mark`: a list of [row, column] that get a frame
+ * - `missing`: what a number that is not finite is called; default: "masked"
  * Events: "cell", with detail {row, column, value} (or null), when the pointer or the keyboard moves to a cell;
  * "choose", when a cell is clicked or Enter is pressed.
  */
@@ -57,7 +58,7 @@ export class HeatMap extends HTMLElement {
 
   /** @param {Data & Partial<Look>} data */
   set data(data) {
-    this.#data = { mark: [], scale: scaleOf(data.values), ...data };
+    this.#data = { mark: [], scale: scaleOf(data.values), missing: "masked", ...data };
     this.#at = this.#kept = null;
     this.#labels = { rows: widest(data.rowLabels), columns: widest(data.columnLabels) };
     if (this.isConnected) this.#draw();
@@ -260,17 +261,22 @@ export class HeatMap extends HTMLElement {
     return this.#data.values[row * this.#data.columns + column];
   }
 
+  /** @param {number | null} value */
+  #said(value) {
+    return value === null || !Number.isFinite(value) ? this.#data.missing : number(value);
+  }
+
   #showValue() {
     const { rowLabels, columnLabels, rowName, columnName, valueName } = this.#data;
     this.#value.textContent = this.#at
       ? `${rowName} ${rowLabels[this.#at.row]}, ${columnName} ${columnLabels[this.#at.column]}: ` +
-        `${valueName} ${said(this.#valueOf(this.#at))}`
+        `${valueName} ${this.#said(this.#valueOf(this.#at))}`
       : "Point at a cell or tap it to read its value, or use the arrow keys.";
     this.#placeCell();
   }
 
   #showLegend() {
-    const { scale, values } = this.#data;
+    const { scale, values, missing } = this.#data;
     const bar = el("span", { class: "legend-bar" });
     const stops = Array.from({ length: 9 }, (_, index) => css(colour(index / 8, scale.map)));
     bar.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
@@ -282,7 +288,7 @@ export class HeatMap extends HTMLElement {
       bar,
       " ",
       high,
-      isMasked ? el("span", {}, " ", el("span", { class: "legend-masked" }), " masked") : "",
+      isMasked ? el("span", {}, " ", el("span", { class: "legend-masked" }), ` ${missing}`) : "",
     );
   }
 
@@ -301,7 +307,7 @@ export class HeatMap extends HTMLElement {
       columns: [rowName, ...columnLabels],
       rows: Array.from({ length: rows }, (_, row) => [
         rowLabels[row],
-        ...Array.from(values.slice(row * columns, (row + 1) * columns), said),
+        ...Array.from(values.slice(row * columns, (row + 1) * columns), (value) => this.#said(value)),
       ]),
     };
   }
@@ -318,11 +324,6 @@ export class HeatMap extends HTMLElement {
 function enclose({ style }, left, top, width, height) {
   const [w, h] = [width + 4, height + 4].map((size) => `${size}px`);
   Object.assign(style, { left: `${left - 2}px`, top: `${top - 2}px`, width: w, height: h });
-}
-
-/** @param {number | null} value */
-function said(value) {
-  return value === null || !Number.isFinite(value) ? "masked" : number(value);
 }
 
 /** @param {string} text */

@@ -9,6 +9,8 @@ import { colour, css, textOn } from "./colours.js";
  * @typedef {{ element: HTMLElement, share: number }} Entry
  */
 
+let numStrips = 0;
+
 /**
  * <token-strip>. `reset(label)` empties it, `add({token, share, said})` appends a token: its text, its colour as a
  * share from 0 to 1, and a text such as "71 %" for its number. Event "choose" with detail {index}. With the attribute
@@ -18,6 +20,7 @@ export class TokenStrip extends HTMLElement {
   /** @type {Entry[]} */
   #entries = [];
   #at = 0; // the entry of the keyboard
+  #name = `strip-${numStrips++}`;
   #list = el("div", { role: "listbox", tabindex: "0", "aria-orientation": "horizontal", class: "tokens" });
   #redraw = () => this.#entries.forEach((entry) => paint(entry));
 
@@ -52,7 +55,7 @@ export class TokenStrip extends HTMLElement {
       "span",
       {
         role: "option",
-        id: `strip-${index}`,
+        id: `${this.#name}-${index}`,
         class: "token",
         "aria-selected": "false",
         "aria-label": `${shown(token)}, ${said}`,
@@ -115,7 +118,7 @@ export class TokenStrip extends HTMLElement {
     this.#entries[this.#at]?.element.classList.remove("at");
     this.#at = index;
     this.#entries[index].element.classList.add("at");
-    this.#list.setAttribute("aria-activedescendant", `strip-${index}`);
+    this.#list.setAttribute("aria-activedescendant", `${this.#name}-${index}`);
   }
 
   /** @param {number} index */

@@ -1,22 +1,21 @@
 // The form that adds an edit: what to do, with which part of which layer, at which positions.
 
-import { ApiError, encode, postTensors } from "../api.js";
 import { el, labelled, select } from "../dom.js";
 import { shown } from "../format.js";
 import { cached } from "../passes.js";
 import { PARTS, indicesOf, readPositions } from "./edit_words.js";
+import { FieldMessage, messageOf } from "./field_message.js";
 
 /**
+ * @import { ApiError } from "../api.js"
  * @import { Edit, Model, Prompt, Token } from "../answers.js"
- * @typedef {"op" | "part" | "layer" | "head" | "factor" | "vector" | "more" | "less" | "scale" | "source"} Field
- * @typedef {Field | "positions"} Name
+ * @typedef {"op" | "part" | "layer" | "head" | "factor" | "vector" | "scale" | "source" | "positions"} Name
  */
 
 const OPERATIONS = {
   zero: "set to zero (ablate)",
   mean: "replace by its mean (ablate)",
   scale: "multiply by a factor",
-  steer: "add what tells two texts apart (steer)",
   add: "add a stored vector",
   patch: "take from another prompt (patch)",
 };
@@ -24,17 +23,16 @@ const NUM_PAIRS = 8;
 /** @type {Record<string, Name[] | undefined>} the fields that only some operations have */
 const FIELDS = {
   scale: ["factor"],
-  steer: ["more", "less", "scale"],
   add: ["vector", "scale"],
   patch: ["source"],
 };
 /** @type {Name[]} the fields that are not always shown */
-const OPTIONAL = ["factor", "vector", "more", "less", "scale", "source", "head"];
+const OPTIONAL = ["factor", "vector", "scale", "source", "head"];
 
 /**
- * <edit-form>. `prepare({model, name, vectors, prompt, read})`: the answer of GET /model, the `model` of requests, the
- * names of the stored vectors, the prompt, and what a typed prompt means in requests. `refuse(error)` shows why the
- * service does not take an edit. Events: "add" with detail {edit}, and "fail" with detail {error}.
+ * <edit-form>. `prepare({model, vectors, prompt, read})`: the answer of GET /model, the names of the stored vectors,
+ * the prompt, and what a typed prompt means in requests. `refuse(error)` shows why the service does not take an edit.
+ * Event: "add" with detail {edit}.
  */
 export class EditForm extends HTMLElement {
   #form = el("form", { class: "row card", "aria-label": "Add an edit" });
@@ -45,28 +43,18 @@ export class EditForm extends HTMLElement {
   #key = "";
   /** @type {Prompt} */
   #prompt = "";
-  /** @type {string | null} of requests */
-  #adapter = null;
-  #prepared = 0; // how often `prepare` was called
-  #isReading = false; // whether an edit is made, which may need numbers of the service
   /** @type {(text: string) => Prompt} */
   #readPrompt = (text) => text;
-  #message = el("p", { class: "error edit-message", id: "edit-message", role: "alert", hidden: true });
+  #message = new FieldMessage("edit-message");
   #patch = el("p", { class: "faint edit-patch", role: "status", hidden: true });
   #asked = 0; // how often the tokens of a patch were asked for
 
-  /**
-   * @param {{
-   *   model: Model, name: string | null, vectors: string[], prompt: Prompt, read: (text: string) => Prompt,
-   * }} what
-   */
-  prepare({ model, name, vectors, prompt, read }) {
-    this.#prepared++;
+  /** @param {{ model: Model, vectors: string[], prompt: Prompt, read: (text: string) => Prompt }} what */
+  prepare({ model, vectors, prompt, read }) {
     this.#prompt = prompt;
-    this.#adapter = name;
     this.#readPrompt = read;
     this.#fill(model, vectors);
-    this.#clearMessage();
+    this.#message.clear();
     this.#showPatch();
   }
 
@@ -117,8 +105,6 @@ export class EditForm extends HTMLElement {
         el("input", { name: "factor", type: "number", step: "any", value: "2", class: "short" }),
       ),
       vector: vectors.length > 0 ? labelled("Vector", hint) : hint,
-      more: labelled("More like", el("input", { name: "more", size: "24", spellcheck: "false" })),
-      less: labelled("less like", el("input", { name: "less", size: "24", spellcheck: "false" })),
       scale: labelled("times", el("input", { name: "scale", type: "number", step: "any", value: "1", class: "short" })),
       source: labelled("Other prompt", el("input", { name: "source", size: "40", spellcheck: "false" })),
       positions: labelled(
@@ -130,7 +116,6 @@ export class EditForm extends HTMLElement {
       ...Object.values(this.#fields),
       el("button", { type: "submit", class: "main" }, "Add this edit"),
       this.#patch,
-      this.#message,
     );
     this.#showFields();
   }
@@ -142,27 +127,14 @@ export class EditForm extends HTMLElement {
       this.#showFields();
       this.#showPatch();
     });
-    this.#form.addEventListener("input", () => this.#clearMessage());
-    this.#form.addEventListener("submit", async (event) => {
+    this.#form.addEventListener("input", () => this.#message.clear());
+    this.#form.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (this.#isReading) return;
-      this.#clearMessage();
-      this.#isReading = true;
-      const asked = this.#prepared;
+      this.#message.clear();
       try {
-        const edit = await this.#read();
-        // of another model or prompt, the vector would be another one
-        if (asked === this.#prepared) this.dispatchEvent(new CustomEvent("add", { detail: { edit } }));
+        this.dispatchEvent(new CustomEvent("add", { detail: { edit: this.#read() } }));
       } catch (error) {
-        const isRefused = !(error instanceof ApiError) || (error.status >= 400 && error.status < 500);
-        if (!isRefused) this.dispatchEvent(new CustomEvent("fail", { detail: { error } }));
-        else
-          this.#show(
-            error instanceof Error ? error.message : String(error),
-            error instanceof FieldError ? error.field : null,
-          );
-      } finally {
-        this.#isReading = false;
+        this.#show(messageOf(error), error instanceof FieldError ? error.field : null);
       }
     });
   }
@@ -174,10 +146,10 @@ export class EditForm extends HTMLElement {
     for (const name of OPTIONAL) if (this.#fields[name]) this.#fields[name].hidden = !names.includes(name);
   }
 
-  async #read() {
-    const { op, part, layer, head, factor, scale, vector, more, less, source, positions } = this.#controls;
+  #read() {
+    const { op, part, layer, head, factor, scale, vector, source, positions } = this.#controls;
     /** @type {Edit} */
-    const edit = { stage: `blocks.${layer.value}.${part.value}`, op: op.value === "steer" ? "add" : op.value };
+    const edit = { stage: `blocks.${layer.value}.${part.value}`, op: op.value };
     if (part.value === "attn.z" && head.value !== "") edit.heads = [Number(head.value)];
     const places = placesIn(positions.value);
     if (places !== "all") edit.positions = places;
@@ -191,40 +163,11 @@ export class EditForm extends HTMLElement {
       edit.vector = vector.value;
       edit.scale = readNumber(scale);
     }
-    if (op.value === "steer") {
-      if (part.value === "attn.z") throw new FieldError("Choose a part that is one vector, not one head.", "part");
-      if (layer.value === "*") throw new FieldError("Choose one layer: each has a vector of its own.", "layer");
-      for (const { name, value } of [more, less])
-        if (value === "") throw new FieldError("Write a text.", /** @type {Name} */ (name));
-      const [one, other] = await Promise.all([more, less].map(({ value }) => this.#lastVector(edit.stage, value)));
-      edit.vector = encode(one.map((number, index) => number - other[index]));
-      edit.scale = readNumber(scale);
-    }
     if (op.value === "patch") {
       if (source.value === "") throw new FieldError("Write the prompt from which the numbers are taken.", "source");
       edit.source = { prompt: this.#readPrompt(source.value) };
     }
     return edit;
-  }
-
-  /**
-   * The vector of a stage at the end of a text.
-   * @param {string} stage
-   * @param {string} text
-   * @returns {Promise<Float32Array>}
-   */
-  async #lastVector(stage, text) {
-    const body = { prompt: this.#readPrompt(text), stages: [stage], positions: [-1], dtype: "float32" };
-    const tensors = await postTensors("/forward", { ...(this.#adapter ? { model: this.#adapter } : {}), ...body });
-    return /** @type {Float32Array} */ (tensors[stage].values);
-  }
-
-  #clearMessage() {
-    this.#message.hidden = true;
-    for (const field of Object.values(this.#fields)) {
-      controlOf(field)?.removeAttribute("aria-invalid");
-      controlOf(field)?.removeAttribute("aria-describedby");
-    }
   }
 
   /**
@@ -234,15 +177,7 @@ export class EditForm extends HTMLElement {
    */
   #show(message, name) {
     const field = name === null ? undefined : this.#fields[name];
-    const control = field && controlOf(field);
-    if (control) {
-      control.setAttribute("aria-invalid", "true");
-      control.setAttribute("aria-describedby", this.#message.id);
-      field.after(this.#message);
-      control.focus();
-    } else this.#form.append(this.#message);
-    this.#message.textContent = message;
-    this.#message.hidden = false;
+    this.#message.show(message, this.#form, field && controlOf(field));
   }
 
   /** For a patch: how many tokens both prompts have, and which position is copied to which. */
@@ -335,7 +270,7 @@ function placesIn(text) {
   try {
     return readPositions(text);
   } catch (error) {
-    throw new FieldError(error instanceof Error ? error.message : String(error), "positions");
+    throw new FieldError(messageOf(error), "positions");
   }
 }
 

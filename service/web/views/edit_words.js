@@ -3,7 +3,11 @@
 import { number } from "../format.js";
 import { placeName } from "../network/names.js";
 
-/** @import { Edit, Positions } from "../answers.js" */
+/**
+ * @import { Edit, Positions } from "../answers.js"
+ * @typedef {{ more: string, less: string }} SteerTexts
+ * @typedef {Edit & { steer?: SteerTexts }} NamedEdit
+ */
 
 /** The parts of a layer that the form offers: the end of the stage's name → how a sentence calls it. */
 export const PARTS = {
@@ -15,11 +19,28 @@ export const PARTS = {
 };
 
 /**
- * The edits of an address.
+ * The edits of an address, for requests.
  * @param {string} text
- * @returns {Edit[]}
  */
 export function readEdits(text) {
+  return withoutNames(readNamedEdits(text));
+}
+
+/**
+ * Edits as requests take them: `steer` is for the page only.
+ * @param {NamedEdit[]} edits
+ * @returns {Edit[]}
+ */
+export function withoutNames(edits) {
+  return edits.map(({ steer: _, ...edit }) => edit);
+}
+
+/**
+ * The edits of an address, with the texts from which the page has computed a vector.
+ * @param {string} text
+ * @returns {NamedEdit[]}
+ */
+export function readNamedEdits(text) {
   let edits;
   try {
     edits = JSON.parse(text);
@@ -32,11 +53,26 @@ export function readEdits(text) {
 }
 
 /**
+ * The texts from which a vector was computed, or null if the edit has none.
+ * @param {NamedEdit} edit
+ */
+export function steerTexts({ steer }) {
+  return typeof steer?.more === "string" && typeof steer.less === "string" ? steer : null;
+}
+
+/** @param {SteerTexts} texts */
+export function steerName({ more, less }) {
+  return `More like “${more}”, less like “${less}”`;
+}
+
+/**
  * An edit as a sentence.
- * @param {Edit} edit
+ * @param {NamedEdit} edit
  */
 export function inWords(edit) {
+  const texts = steerTexts(edit);
   const subject = `${subjectOf(edit)}${placesOf(edit)}`;
+  if (texts) return `${steerName(texts)}, in ${subject}`;
   /** @type {Record<string, (() => string) | undefined>} */
   const said = {
     zero: () => `Set ${subject} to zero`,

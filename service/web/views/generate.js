@@ -9,8 +9,8 @@ import { count, percent, quoted, shown } from "../format.js";
 import { SAMPLING, SamplingControls, eachSetting, nameAndValue, numeric } from "../sampling_controls.js";
 import { term } from "../terms.js";
 import { View } from "../view.js";
+import { entryOf, firstDifference, readToken, switchedOff } from "./continuation.js";
 import { readEdits } from "./edit_words.js";
-import "./plain_continuation.js";
 import { TokenPanel } from "./token_panel.js";
 
 /**
@@ -76,7 +76,8 @@ export default class GenerateView extends View {
   #room = el("span", { class: "faint" });
   #before = el("span", { class: "prompt-text" });
   #strip = el("token-strip");
-  #plain = el("plain-continuation");
+  #difference = el("p", { class: "answer", role: "status" });
+  #plain = el("text-continuation", { heading: "Without the edits" });
   #card = el("div", { class: "card generated" }, this.#before, this.#strip);
   #sent = el("pre", { class: "code", tabindex: "0" });
   #rendered = el(
@@ -118,7 +119,7 @@ export default class GenerateView extends View {
         "). Above 0, the ",
         term("seed"),
         " decides.",
-        switchedOff(model?.generation_defaults ?? {}),
+        saidOff(model?.generation_defaults ?? {}),
       ),
       el(
         "p",
@@ -234,8 +235,10 @@ export default class GenerateView extends View {
   async #stream(run, state) {
     const { signal } = run.stopper;
     const edits = readEdits(state.edits);
-    if (edits.length > 0) this.#card.after(this.#plain);
-    else this.#plain.remove();
+    this.#difference.textContent = "";
+    this.#plain.clear();
+    if (edits.length > 0) this.#card.after(this.#difference, this.#plain);
+    else for (const part of [this.#difference, this.#plain]) part.remove();
     try {
       if (state.chat) await this.#renderChat(run, state, signal);
       const body = {
@@ -253,7 +256,9 @@ export default class GenerateView extends View {
       }
       if (edits.length === 0 || run !== this.#run) return;
       await this.#plain.stream(body, signal);
-      this.#plain.compare(run.tokens);
+      const { index, said } = firstDifference(run.tokens, this.#plain.tokens);
+      this.#plain.mark(index);
+      this.#difference.textContent = said;
     } catch (error) {
       run.end = isAbort(error) ? "stopped" : "failed";
       if (run.end === "failed") throw error;
@@ -266,11 +271,9 @@ export default class GenerateView extends View {
    * @param {string} text
    */
   #add(run, token, text) {
-    const own = token.top.find((entry) => entry.id === token.id);
-    const probability = token.logprob === null ? null : Math.exp(token.logprob);
-    const entry = { id: token.id, text: own ? own.text : text === "" ? null : text, probability, top: token.top };
+    const entry = readToken(token, text);
     run.tokens.push(entry);
-    if (run === this.#run) this.#strip.add({ token: entry, share: probability ?? 0, said: percent(probability) });
+    if (run === this.#run) this.#strip.add(entryOf(entry));
   }
 
   /**
@@ -377,13 +380,9 @@ export default class GenerateView extends View {
     /** @type {(keyof Texts | "max_tokens" | "seed")[]} */
     const names = [...SAMPLING.map(({ name }) => name), "max_tokens", "seed"];
     const given = names.filter((name) => state[name] !== "");
-    const off = {
-      ...("min_p" in defaults && { min_p: 0 }),
-      ...("repetition_penalty" in defaults && { repetition_penalty: 1 }),
-    };
     return {
       ...Object.fromEntries(given.map((name) => [name, numeric(state[name])])),
-      ...off,
+      ...switchedOff(defaults),
       logprobs: Math.min(NUM_ALTERNATIVES, this.model.config.vocab_size),
     };
   }
@@ -519,10 +518,8 @@ export default class GenerateView extends View {
  * What the defaults of the model have, but the requests of this view switch off.
  * @param {Record<string, number>} defaults
  */
-function switchedOff(defaults) {
-  const given = ["min_p", "repetition_penalty"]
-    .filter((name) => name in defaults)
-    .map((name) => `${name} ${defaults[name]}`);
+function saidOff(defaults) {
+  const given = Object.keys(switchedOff(defaults)).map((name) => `${name} ${defaults[name]}`);
   return given.length > 0
     ? ` The model's own ${given.join(" and ")} ${given.length > 1 ? "are" : "is"} switched off here.`
     : "";

@@ -1,19 +1,28 @@
-// The view "Interventions": edits as chips, the pass without edits beside the edited one, and what writes a token.
+// The view "Interventions": edits as chips, the text and the pass without them and with them, a sweep of patches, and
+// what writes a token.
 
 import { ApiError, getJson } from "../api.js";
-import { el, findAll, labelled } from "../dom.js";
+import { el, findAll, labelled, select } from "../dom.js";
+import { placeName } from "../network/names.js";
 import { cached } from "../passes.js";
-import { readPrompt } from "../prompts.js";
+import { otherPrompt, readPrompt } from "../prompts.js";
 import { term } from "../terms.js";
 import { View } from "../view.js";
+import "./both_texts.js";
 import "./direct_attribution.js";
 import "./edit_comparison.js";
 import "./edit_form.js";
-import { inWords, readEdits } from "./edit_words.js";
+import { inWords, readNamedEdits, steerName, steerTexts, withoutNames } from "./edit_words.js";
+import { isRefusal } from "./field_message.js";
+import "./patch_sweep.js";
 import { isOther } from "./positions.js";
+import "./steer_form.js";
+import { steeringEdit } from "./steering.js";
 
 /**
  * @import { Edit, ForwardAnswer, Model } from "../answers.js"
+ * @import { NamedEdit } from "./edit_words.js"
+ * @import { Source } from "./steering.js"
  * @import { ViewState } from "../view.js"
  * @import { Field } from "./direct_attribution.js"
  * @typedef {ViewState & typeof Interventions.params} State
@@ -26,21 +35,27 @@ export default class Interventions extends View {
   static needs = "edits";
   static appliesEdits = true;
   /**
-   * `edits`: JSON; `pos`: the position to compare, "" is the last one; `explain`, `minus`: tokens of the attribution,
-   * "" for the most likely one and for none.
+   * `edits`: JSON; `pos`: the position to compare, "" is the last one; `other`: the other prompt of the sweep, "" for
+   * no sweep; `explain`, `minus`: tokens of the attribution, "" for the most likely one and for none.
    */
-  static params = { edits: "[]", pos: "", explain: "", minus: "" };
+  static params = { edits: "[]", pos: "", other: "", explain: "", minus: "" };
 
   /** @type {State | null} the state that was shown last */
   #state = null;
-  /** @type {Edit[]} */
+  /** @type {Source} of the state that was shown last */
+  #source;
+  /** @type {NamedEdit[]} */
   #edits = [];
+  #steer = el("steer-form");
   #chips = el("ul", { class: "chips", "aria-label": "Edits, in the order in which they are applied" });
   #form = el("edit-form");
+  #texts = el("both-texts");
   #json = el("textarea", { rows: "4", spellcheck: "false", "aria-label": "All edits as JSON" });
   #position = el("input", { type: "number", min: "0", class: "short", placeholder: "last" });
   #comparison = el("edit-comparison");
+  #sweep = el("patch-sweep");
   #attribution = el("direct-attribution");
+  #halves = el("div", { class: "halves" }); // side by side where there is room
   /** @type {Record<string, unknown> | null} */
   #body = null;
   #isChecking = false; // whether the service is asked if it takes an edit
@@ -49,36 +64,54 @@ export default class Interventions extends View {
     const meaning = el(
       "p",
       { class: "faint" },
-      "An ",
-      term("ablation"),
-      " switches a part off, ",
-      term("patching"),
-      " takes numbers from another prompt, and ",
-      term("steering"),
-      " adds a vector.",
+      term("steering", "Steering"),
+      " adds what tells the two texts apart to the ",
+      term("residual"),
+      " in the middle of the network. At strength 1, this vector is as long as the stream at the end of the prompt.",
     );
     const apply = el("button", { type: "button", onclick: () => this.#set(this.#json.value) }, "Apply the JSON");
-    const json = el("details", {}, el("summary", {}, "Edits as JSON (all operations)"), this.#json, apply);
-    const another = el("button", { type: "button" }, "Show another position");
-    const position = el("form", { class: "row" }, labelled("After position", this.#position), another);
-    this.append(
-      meaning,
-      el("h3", {}, "Edits"),
-      this.#chips,
+    const json = el(
+      "details",
+      {},
+      el("summary", {}, "Edits as JSON (all operations)"),
+      el("p", { class: "faint" }, "“steer” has the texts of a vector. It is for this page: requests do not have it."),
+      this.#json,
+      apply,
+    );
+    const others = el(
+      "details",
+      {},
+      el("summary", {}, "Other edits: switch off a part, multiply it, patch it"),
+      el(
+        "p",
+        { class: "faint" },
+        "An ",
+        term("ablation"),
+        " switches a part off, and ",
+        term("patching"),
+        " takes numbers from another prompt.",
+      ),
       this.#form,
       json,
-      el("h3", {}, "Without and with the edits"),
-      position,
-      this.#comparison,
-      this.#attribution,
     );
+    const another = el("button", { type: "button" }, "Show another position");
+    const position = el("form", { class: "row" }, labelled("After position", this.#position), another);
+    const heading = el("h3", {}, "The next token, without and with the edits");
+    this.#halves.append(
+      el("div", {}, heading, position, this.#comparison),
+      el("div", {}, this.#sweep, this.#attribution),
+    );
+    this.append(this.#steer, meaning, el("h3", {}, "Edits"), this.#chips, others, this.#texts, this.#halves);
     another.addEventListener("click", () => position.requestSubmit());
     position.addEventListener("submit", (event) => {
       event.preventDefault();
       this.context.navigate({ pos: this.#position.value });
     });
+    this.#steer.addEventListener("add", ({ detail }) => this.#add(detail.edit));
+    this.#steer.addEventListener("fail", ({ detail }) => this.context.report(detail.error));
     this.#form.addEventListener("add", ({ detail }) => this.#check(detail.edit));
-    this.#form.addEventListener("fail", ({ detail }) => this.context.report(detail.error));
+    this.#sweep.addEventListener("sweep", ({ detail }) => this.context.navigate(detail));
+    this.#sweep.addEventListener("add", ({ detail }) => this.#add(detail.edit));
     this.#attribution.addEventListener("ablate", ({ detail }) => this.#add(detail.edit));
     this.#attribution.addEventListener("explain", ({ detail }) => this.context.navigate(detail));
   }
@@ -90,20 +123,23 @@ export default class Interventions extends View {
    */
   async update(state, signal) {
     const { model } = this;
-    if (state.pos !== "" && isOther(this.#state, state)) return this.context.navigate({ pos: "" }, { replace: true });
+    if ((state.pos !== "" || state.other !== "") && isOther(this.#state, state))
+      return this.context.navigate({ pos: "", other: "" }, { replace: true });
     this.#json.value = state.edits;
     this.#position.value = state.pos;
     const vectors = model.capabilities.vectors ? (await getJson("/vectors", signal)).vectors : [];
-    const read = (/** @type {string} */ text) => readPrompt(this.context.service, state.model ?? "", text);
-    this.#form.prepare({
-      model,
-      name: state.model,
-      vectors: vectors.map(({ name }) => name),
-      prompt: state.prompt,
-      read,
-    });
+    const { prompt, model: name } = state;
+    const read = (/** @type {string} */ text) => readPrompt(this.context.service, name ?? "", text);
+    this.#source = { name, prompt, read };
+    const layer = Math.floor((model.config.num_layers - 1) / 2);
+    this.#steer.prepare({ source: this.#source, layer, hasTexts: model.capabilities.tokenizer });
+    this.#form.prepare({ model, vectors: vectors.map((vector) => vector.name), prompt, read });
+    this.#sweep.prepare(state.other || otherPrompt(prompt));
     this.#body = null;
     this.#state = state;
+    this.#halves.classList.remove("is-kept"); // late numbers turn grey
+    const sweep = this.#sweep.show(state.other === "" ? null : { name, prompt, other: read(state.other) });
+    sweep.catch(() => {}); // its error is thrown below, unless the edits have one
     let answer;
     try {
       answer = await this.#compare(state, model, signal);
@@ -111,8 +147,16 @@ export default class Interventions extends View {
       if (!signal.aborted) this.#clear();
       throw error;
     }
-    if (model.capabilities.direct_attribution) await this.#explain(answer, state, model, signal);
+    await Promise.all([
+      this.#write(answer, state, model, signal),
+      model.capabilities.direct_attribution ? this.#explain(answer, state, model, signal) : null,
+      sweep,
+    ]);
     return undefined;
+  }
+
+  leave() {
+    this.#sweep.leave();
   }
 
   /**
@@ -124,15 +168,33 @@ export default class Interventions extends View {
   async #compare(state, model, signal) {
     this.#edits = [];
     try {
-      this.#edits = readEdits(state.edits);
+      this.#edits = readNamedEdits(state.edits);
     } finally {
       this.#showChips();
     }
     this.#body = this.#bodyOf(state, model, this.#edits);
     const answer = await cached("/forward", this.#body, signal);
     this.#comparison.show(answer);
+    this.#halves.classList.add("is-kept");
     this.context.offer(); // the request can be copied while the shares are computed
     return answer;
+  }
+
+  /**
+   * Write how the network goes on, without the edits and with them.
+   * @param {ForwardAnswer} answer
+   * @param {State} state
+   * @param {Model} model
+   * @param {AbortSignal} signal
+   */
+  async #write({ tokens }, { model: name, prompt }, model, signal) {
+    const body = { ...(name && { model: name }), prompt };
+    try {
+      await this.#texts.show({ body, edits: withoutNames(this.#edits), model, numTokens: tokens.length }, signal);
+    } catch (error) {
+      if (!signal.aborted) this.#texts.clear();
+      throw error;
+    }
   }
 
   /**
@@ -164,6 +226,7 @@ export default class Interventions extends View {
   /** Show no numbers of an earlier state beside an error. The request can still be copied. */
   #clear() {
     this.#comparison.clear();
+    this.#texts.clear();
     this.#attribution.hidden = true;
     this.#attribution.show(null);
     this.context.offer();
@@ -174,17 +237,17 @@ export default class Interventions extends View {
   }
 
   pictures() {
-    return this.#attribution.pictures();
+    return [...this.#sweep.pictures(), ...this.#attribution.pictures()];
   }
 
   /**
    * @param {State} state
    * @param {Model} served
-   * @param {Edit[]} list
+   * @param {NamedEdit[]} list
    */
   #bodyOf({ model, prompt, pos }, served, list) {
     if (!/^-?\d*$/.test(pos)) throw new Error(`position: “${pos}” is not a position.`);
-    const edits = list.length > 0 ? { edits: list, baseline: true } : {};
+    const edits = list.length > 0 ? { edits: withoutNames(list), baseline: true } : {};
     const top_k = Math.min(MAX_TOKENS_COMPARED, served.sizes.d_vocab);
     return {
       ...(model ? { model } : {}),
@@ -216,14 +279,15 @@ export default class Interventions extends View {
   }
 
   #showChips() {
-    const focused = findAll(this.#chips, "input").indexOf(/** @type {HTMLInputElement} */ (document.activeElement));
+    const controls = () => findAll(this.#chips, "input, select");
+    const focused = controls().indexOf(/** @type {HTMLElement} */ (document.activeElement));
     const chips = this.#edits.map((edit, index) => {
-      const words = inWords(edit);
+      const [words, texts] = [inWords(edit), steerTexts(edit)];
       const remove = () => this.#set(JSON.stringify(this.#edits.filter((_, other) => other !== index)));
       return el(
         "li",
-        { class: "chip", title: JSON.stringify(edit) },
-        words,
+        { class: "chip", title: texts ? null : JSON.stringify(edit) },
+        texts ? [`${steerName(texts)}, after `, this.#layer(edit, index, words)] : words,
         " ",
         this.#strength(edit, index, words),
         el("button", { type: "button", class: "small", "aria-label": `Remove: ${words}`, onclick: remove }, "✕"),
@@ -237,33 +301,69 @@ export default class Interventions extends View {
       ...(chips.length > 0 ? chips : [el("li", { class: "faint" }, "There are no edits yet.")]),
       all,
     );
-    findAll(this.#chips, "input")[focused]?.focus(); // a slider that an arrow key has moved
+    controls()[focused]?.focus(); // a slider that an arrow key has moved
+  }
+
+  /**
+   * A choice of the layer after which a vector of two texts is added. Each layer has another vector.
+   * @param {NamedEdit} edit
+   * @param {number} index
+   * @param {string} words
+   */
+  #layer(edit, index, words) {
+    const [, layer] = /^blocks\.(\d+)\./.exec(edit.stage) ?? [];
+    const layers = Array.from({ length: this.model.config.num_layers }, (_, each) => [each, placeName(each)]);
+    const label = `Layer of: ${words}`;
+    return select({ "aria-label": label, onchange: ({ target }) => this.#move(index, +target.value) }, layers, layer);
   }
 
   /**
    * A slider for the strength of an edit, if it has one.
-   * @param {Edit} edit
+   * @param {NamedEdit} edit
    * @param {number} index
    * @param {string} words
    */
   #strength(edit, index, words) {
     const name = edit.op === "scale" ? "factor" : edit.op === "add" ? "scale" : edit.op === "project" ? "coeff" : null;
     if (name === null) return "";
+    const isSteered = steerTexts(edit) !== null;
     const value = edit[name] ?? (name === "scale" ? 1 : 0);
-    const most = Math.max(4, 2 * Math.abs(value));
-    const change = (/** @type {string} */ chosen) => {
-      const edits = this.#edits.map((other, place) => (place === index ? { ...other, [name]: Number(chosen) } : other));
-      return this.context.navigate({ edits: JSON.stringify(edits) }, { replace: true });
-    };
-    return el("input", {
+    const most = Math.max(isSteered ? 2 : 4, 2 * Math.abs(value));
+    const slider = el("input", {
       type: "range",
       min: String(-most),
       max: String(most),
       step: String(most / 40),
       value: String(value),
       "aria-label": `Strength of: ${words}`,
-      onchange: ({ target }) => change(target.value),
+      onchange: ({ target }) => this.#replace(index, { ...edit, [name]: Number(target.value) }),
     });
+    return isSteered ? [slider, ` strength ${value} `] : slider;
+  }
+
+  /**
+   * Add the vector of two texts after another layer.
+   * @param {number} index of the edit
+   * @param {number} layer
+   */
+  async #move(index, layer) {
+    const [state, { steer, scale }] = [this.#state, this.#edits[index]];
+    if (!steer) return;
+    try {
+      const edit = await steeringEdit(steer, layer, scale ?? 1, this.#source);
+      if (state === this.#state) this.#replace(index, edit);
+    } catch (error) {
+      if (state === this.#state) this.context.report(error);
+    }
+  }
+
+  /**
+   * @param {number} index
+   * @param {NamedEdit} edit
+   */
+  #replace(index, edit) {
+    const edits = this.#edits.map((other, place) => (place === index ? edit : other));
+    return this.context.navigate({ edits: JSON.stringify(edits) }, { replace: true });
   }
 
   /**
@@ -279,16 +379,21 @@ export default class Interventions extends View {
       await cached("/forward", this.#bodyOf(state, this.model, edits));
       if (state === this.#state) this.#add(edit);
     } catch (error) {
-      if (!(error instanceof ApiError) || error.status < 400 || error.status >= 500) this.context.report(error);
-      else this.#form.refuse(error);
+      if (error instanceof ApiError && isRefusal(error)) this.#form.refuse(error);
+      else this.context.report(error);
     } finally {
       this.#isChecking = false;
     }
   }
 
-  /** @param {Edit} edit */
+  /**
+   * Add an edit. A vector of the same two texts takes the place of the earlier one.
+   * @param {NamedEdit} edit
+   */
   #add(edit) {
-    this.#set(JSON.stringify([...this.#edits, edit]));
+    const texts = JSON.stringify(edit.steer);
+    const others = this.#edits.filter(({ steer }) => !steer || JSON.stringify(steer) !== texts);
+    this.#set(JSON.stringify([...others, edit]));
   }
 
   /** @param {string} edits */
