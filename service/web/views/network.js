@@ -20,13 +20,14 @@ import { Pass } from "../network/pass.js";
 import { tableOf } from "../network/table.js";
 import { nameOf, stepsOf } from "../network/names.js";
 import { View } from "../view.js";
-import { inWords, ofPrompt, readEdits } from "./edit_words.js";
+import { inWords, ofPrompt, readNamedEdits, withoutNames } from "./edit_words.js";
 import { isOther, isPosition, readPosition } from "./positions.js";
 
 /**
  * @import { Line } from "../network/items.js"
  * @import { Lesson } from "../network/lessons.js"
  * @import { Spot } from "../network/scene.js"
+ * @import { Edit } from "../answers.js"
  * @import { Body } from "../network/pass.js"
  * @import { ViewState } from "../view.js"
  * @typedef {ViewState & typeof Network.params} State
@@ -71,6 +72,8 @@ export default class Network extends View {
   #pass = null;
   /** @type {Pass | null} the pass without the edits, if there are edits */
   #plain = null;
+  /** @type {Map<Edit, string>} each edit in words */
+  #words = new Map();
   /** @type {Change | null} what the edits change, if there are edits */
   #change = null;
   #lineKey = "";
@@ -248,7 +251,8 @@ export default class Network extends View {
     const { service } = this.context;
     readChoice(state.show, "show", SHOWN);
     const isExample = isWorkedExample(service, state.model);
-    const edits = isExample ? [] : ofPrompt(readEdits(state.edits));
+    const named = isExample ? [] : ofPrompt(readNamedEdits(state.edits));
+    const edits = withoutNames(named);
     const plainBody = { ...(state.model ? { model: state.model } : {}), prompt: state.prompt };
     const body = edits.length > 0 ? { ...plainBody, edits } : plainBody;
     const [key, plainKey] = [JSON.stringify(body), JSON.stringify(plainBody)];
@@ -261,6 +265,7 @@ export default class Network extends View {
     const [plain, edited] = await Promise.all([kept ?? run(plainBody), edits.length > 0 ? run(body) : null]);
     [this.#passKey, this.#pass, this.#plain] = [key, edited ?? plain, edited && plain];
     this.#change = edited && new Change(edited, plain);
+    this.#words = new Map(edits.map((edit, index) => [edit, inWords(named[index])]));
     if (plainKey === this.#lineKey) return;
     this.#line = lineOf([...plain.stages.values()], architectureOf(service, state.model));
     this.#lineKey = plainKey;
@@ -299,7 +304,7 @@ export default class Network extends View {
       const [logit, probability] = await explainPrediction(pass, architecture, { row, id: column }, signal);
       const before = await plain?.logits(row, signal);
       if (signal.aborted) return;
-      const edits = pass.editsAt("logits", row).map(inWords);
+      const edits = pass.editsAt("logits", row).map((edit) => this.#words.get(edit) ?? "");
       const token = pass.predictions.get(row)?.find(({ id }) => id === column) ?? { id: column };
       const title = `${quoted(token)} after ${quoted(pass.tokens[row])}`;
       this.#cell.show(
@@ -312,7 +317,7 @@ export default class Network extends View {
     await plain?.read([state.at], [row], signal);
     if (signal.aborted) return;
     const { head, within } = explained.place;
-    const edits = pass.editsAt(state.at, row, head, within).map(inWords);
+    const edits = pass.editsAt(state.at, row, head, within).map((edit) => this.#words.get(edit) ?? "");
     const before = plain?.row(state.at, row)?.[column];
     this.#cell.show({ title: nameOf(this.#parts(), chosen), explained, edits, before });
     const stage = ATTENTION.exec(state.at)?.[1];
@@ -499,7 +504,7 @@ export default class Network extends View {
     const [value, before] = [valueOf(pass), valueOf(plain)];
     const end = value === undefined ? "" : `: ${number(value)}`;
     const plainly = before === undefined ? "" : `, without the edits ${number(before)}`;
-    const edits = pass.editsAt(name, row).map((edit) => `. Edit: ${inWords(edit)}`);
+    const edits = pass.editsAt(name, row).map((edit) => `. Edit: ${this.#words.get(edit)}`);
     return (this.#said.textContent = `${nameOf(this.#parts(), spot)}${end}${plainly}${edits.join("")}`);
   }
 }
