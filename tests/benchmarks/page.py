@@ -38,9 +38,9 @@ ZOOM_STEPS = 12  # turns of the wheel in one direction
 WARM_PASSES = 10
 # Counts frames until `stop` is called; returns the number of frames, the seconds, and the longest frame.
 COUNT_FRAMES = """
-window.frames_ = {times: [], running: true};
-const frame = (time) => { frames_.times.push(time); if (frames_.running) requestAnimationFrame(frame); };
-requestAnimationFrame(frame);
+(() => { const frames = window.frames_ = {times: [], running: true};
+  const frame = (time) => { frames.times.push(time); if (frames.running) requestAnimationFrame(frame); };
+  requestAnimationFrame(frame); })()
 """
 READ_FRAMES = """
 (() => { frames_.running = false; const times = frames_.times;
