@@ -15,7 +15,7 @@ export function number(value) {
   const size = Math.abs(value);
   const text =
     size >= 1e6 || size < 1e-4 ? value.toExponential(3) : size >= 1000 ? value.toFixed(1) : value.toPrecision(4);
-  return text.replace("-", "−");
+  return text.replaceAll("-", "−");
 }
 
 /**

@@ -8,7 +8,7 @@
 const EXAMPLE = "When Mary and John went to the park, John gave a ball to";
 const OTHER_EXAMPLE = "When Mary and John went to the park, Mary gave a ball to"; // as many tokens, another answer
 const EXAMPLE_IDS = 8;
-const LIST_OF_IDS = /^\s*\[[\s\d,]*\]\s*$/;
+const LIST_OF_IDS = /^\s*\[\s*(\d+\s*(,\s*\d+\s*)*)?\]\s*$/;
 
 /**
  * The prompt that a model has at first: an example sentence, the prompt of the article for a worked example, or some

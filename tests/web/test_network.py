@@ -119,16 +119,18 @@ def test_every_sum_of_an_edited_pass_is_the_number_of_the_service_but_where_an_e
     edits = (
         {"stage": "blocks.1.attn_out", "op": "zero"},
         {"stage": "blocks.2.attn.z", "op": "scale", "factor": -1, "heads": [0, 7]},
-        {"stage": "blocks.3.mlp.post", "op": "set", "value": 0.5, "positions": "last", "neurons": [0, 1, 2]},
+        {"stage": "blocks.3.mlp.post", "op": "set", "value": 0.5, "positions": "last", "neurons": [0, 671]},
         {"stage": "blocks.4.resid_pre", "op": "noise", "std": 0.5, "positions": [[1, 2]]},
         {"stage": "*.ln2.scale", "op": "scale", "factor": 2, "positions": [0]},
+        {"stage": "blocks.4.attn.rot_k", "op": "zero", "heads": [5]},
     )
     found = check_arithmetic(page, base, None, PROMPT, edits)
     places = {(each["name"], each["row"], each["head"]) for each in found if each["isEdited"]}
     last = max(each["row"] for each in found)
     assert {name for name, _, _ in places} >= {"blocks.1.attn_out", "blocks.2.attn.z", "blocks.5.ln2.scale"}
     assert {head for name, _, head in places if name == "blocks.2.attn.z"} == {0, 7}
-    assert {row for name, row, _ in places if name == "blocks.3.mlp.post"} <= {last}
+    assert {head for name, _, head in places if name == "blocks.4.attn.rot_k"} == {1}  # the key head of query head 5
+    assert {row for name, row, _ in places if name == "blocks.3.mlp.post"} == {last}
     assert {row for name, row, _ in places if name == "blocks.4.resid_pre"} == {1, 2}
     assert {row for name, row, _ in places if name == "blocks.5.ln2.scale"} == {0}
     moved = [each for each in found if each["isEdited"] and abs(each["computed"] - each["served"]) > each["slack"]]

@@ -125,7 +125,7 @@ function verdict(served, { computed, slack }, edits) {
   if (edits.length > 0 && !(difference <= slack))
     return [edited(edits), computed === null ? "" : el("p", {}, `The formula would give ${said(computed)}.`)];
   if (computed === null) return [el("p", { class: "faint" }, `The service computed ${said(served)}.`)];
-  const isRounded = computed !== null && said(computed) !== said(served);
+  const isRounded = said(computed) !== said(served);
   if (difference <= slack)
     return [
       el("p", { class: "agrees" }, `✓ ${said(served)} is what the service computed${isRounded ? ", rounded" : ""}.`),

@@ -3,10 +3,16 @@
 import { bandOf, isSplit } from "./scene.js";
 import { headPlaces } from "./strips.js";
 
-/** @import { Scene } from "./scene.js" */
+/**
+ * @import { Item } from "./items.js"
+ * @import { Scene } from "./scene.js"
+ */
 
 const FRAMED = 12; // pixels of a stage from which its edited heads have a frame
 const SIZE = { least: 3, most: 6 }; // half of a diamond
+
+/** The stage that edits of an item name. @param {Item} item */
+export const editedName = ({ kind, name }) => (kind === "predictions" ? "logits" : name);
 
 /** @param {Scene} scene */
 export function drawEditSigns(scene) {
@@ -19,7 +25,7 @@ export function drawEditSigns(scene) {
   const half = Math.min(SIZE.most, Math.max(SIZE.least, 0.12 * rowSize));
   for (let index = from; index < to; index++) {
     const item = line.items[index];
-    const name = item.kind === "predictions" ? "logits" : item.name;
+    const name = editedName(item);
     const start = layout.startOf(index);
     for (let row = first; row < last; row++) {
       if (pass.editsAt(name, row).length === 0) continue;
@@ -28,7 +34,8 @@ export function drawEditSigns(scene) {
       context.strokeStyle = palette.edit;
       context.lineWidth = 1.5;
       if (layout.widthOf(index) >= FRAMED)
-        for (const place of framesOf(scene, index, row)) plane.frame(place.begin, top + begin, place.size, end - begin);
+        for (const place of framesOf(scene, index, row, name))
+          plane.frame(place.begin, top + begin, place.size, end - begin);
       diamond(scene, Math.max(half, start), top + (isSplit(rowSize) ? begin : rowSize / 2), half);
     }
   }
@@ -39,11 +46,12 @@ export function drawEditSigns(scene) {
  * @param {Scene} scene
  * @param {number} index
  * @param {number} row
+ * @param {string} name of the stage
  */
-function framesOf({ layout, line, pass }, index, row) {
+function framesOf({ layout, line, pass }, index, row, name) {
   const item = line.items[index];
   const places = headPlaces(item, layout.startOf(index), layout.widthOf(index));
-  const edited = places.filter((_, head) => pass.editsAt(item.name, row, head).length > 0);
+  const edited = places.filter((_, head) => pass.editsAt(name, row, head).length > 0);
   if (edited.length < places.length) return edited;
   const [first, last] = [places[0], places[places.length - 1]];
   return [{ begin: first.begin, size: last.begin + last.size - first.begin }];

@@ -58,7 +58,6 @@ export function paint(scene, margins) {
 }
 
 /**
-/**
  * Mark the place under the pointer, on a picture that is painted: from afar its layer, which a click opens.
  * @param {Scene} scene
  * @param {Margins} margins

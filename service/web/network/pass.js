@@ -2,6 +2,7 @@
 
 import { postPass } from "../api.js";
 import { cached } from "../passes.js";
+import { indicesOf } from "../views/edit_words.js";
 import { matrixOf } from "./items.js";
 
 /**
@@ -24,7 +25,7 @@ const MOST_BYTES = 16e6; // of one request
 const ROWS = 24; // of a long prompt, in the first request
 const MOST_STAGES = 180; // of one request, if they cannot be shortened
 const NUMBER_BYTES = 3; // between bfloat16 and float32
-const KEPT_NUMBERS = 60e6;
+const KEPT_NUMBERS = 30e6; // of a pass: there are three of them while edits are compared
 const TOP_K = 10;
 const WIDE = ["logits", "probabilities"];
 const PERCENTILE = 0.985; // of the sizes, which gets the strongest colour
@@ -160,14 +161,17 @@ export class Pass {
    * @param {number} [within] the index of the number in its head
    */
   editsAt(name, position, head, within) {
-    return (this.body.edits ?? []).filter(({ heads, neurons }, index) => {
+    const stage = this.stages.get(name);
+    // edits count the heads of keys and values by the query heads that read them
+    const group = Math.max(...[...this.stages.values()].map(({ heads: count }) => count)) / (stage?.heads ?? 1);
+    return (this.body.edits ?? []).filter(({ heads, neurons, keys }, index) => {
       const { stages, positions } = this.edits[index];
       const isThere = positions.some((each) =>
         Array.isArray(each) ? position >= each[0] && position <= (each[1] ?? Infinity) : position === each,
       );
-      // edits count the heads of keys and values by the query heads that read them
-      const hasHead = head === undefined || !heads || /attn\.[kv]$/.test(name) || heads.includes(head);
-      const hasNumber = within === undefined || !neurons || neurons.includes(within);
+      const hasHead = head === undefined || !heads || heads.some((each) => Math.floor(each / group) === head);
+      const isKey = !keys || !stage?.hasKeys || indicesOf(keys, this.tokens.length)?.includes(within ?? NaN);
+      const hasNumber = within === undefined || (isKey && (!neurons || neurons.includes(within)));
       return isThere && stages.includes(name) && hasHead && hasNumber;
     });
   }
@@ -212,19 +216,22 @@ export class Pass {
    * @param {{ names: string[], positions: number[] }} group
    */
   #parts({ names, positions }) {
+    const sizeOf = (/** @type {string} */ name) => {
+      const { heads, columns } = /** @type {PassStage} */ (this.stages.get(name));
+      return NUMBER_BYTES * heads * columns * positions.length;
+    };
+    const isShort = globsOf(names, [...this.stages.keys()]).length <= MOST_STAGES;
+    if (isShort && names.reduce((sum, name) => sum + sizeOf(name), 0) <= MOST_BYTES) return [{ names, positions }];
     /** @type {{ names: string[], positions: number[] }[]} */
     const parts = [];
     let bytes = Infinity;
-    const isLong = globsOf(names, [...this.stages.keys()]).length > MOST_STAGES;
     for (const name of names) {
-      const { heads, columns } = /** @type {PassStage} */ (this.stages.get(name));
-      const size = NUMBER_BYTES * heads * columns * positions.length;
-      if (bytes + size > MOST_BYTES || (isLong && (parts.at(-1)?.names.length ?? 0) >= MOST_STAGES)) {
+      if (bytes + sizeOf(name) > MOST_BYTES || (parts.at(-1)?.names.length ?? 0) >= MOST_STAGES) {
         parts.push({ names: [], positions });
         bytes = 0;
       }
       parts[parts.length - 1].names.push(name);
-      bytes += size;
+      bytes += sizeOf(name);
     }
     return parts;
   }

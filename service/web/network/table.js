@@ -16,7 +16,7 @@ import { lengthOf } from "./river.js";
  * @returns {Table}
  */
 export function tableOf({ line, pass, plain }, drawn, at) {
-  const change = drawn === pass ? "" : " (with the edits − without)";
+  const isChange = drawn !== pass;
   const item = line.items.find(({ name }) => name === at);
   const heading = (/** @type {number} */ row) => `${row} ${shown(pass.tokens[row])}`;
   const rows = [...pass.tokens.keys()];
@@ -27,7 +27,7 @@ export function tableOf({ line, pass, plain }, drawn, at) {
     });
     const known = rows.filter((row) => drawn.row(item.name, row));
     return {
-      caption: `${item.name}${change}: a row for each token`,
+      caption: `${item.name}${isChange ? " (with the edits − without)" : ""}: a row for each token`,
       columns: ["token", ...names],
       rows: known.map((row) => [heading(row), ...Array.from(drawn.row(item.name, row) ?? [], Number)]),
     };
@@ -37,11 +37,13 @@ export function tableOf({ line, pass, plain }, drawn, at) {
   );
   const nextOf = (/** @type {Pass} */ { predictions }, /** @type {number} */ row) => {
     const best = predictions.get(row)?.[0];
-    return `${shown(best ?? {})} ${percent(best?.probability)}`;
+    return best ? `${shown(best)} ${percent(best.probability)}` : "";
   };
   const places = stream.map(({ layer }) => (layer === null ? "embedding" : `after L${layer}`));
   return {
-    caption: `The length of each token's vector in the residual stream${change}, and the most likely next token`,
+    caption:
+      `The length of ${isChange ? "the change of " : ""}each token's vector in the residual stream, and the most likely ` +
+      "next token",
     columns: ["token", ...places, "next", ...(plain ? ["next without the edits"] : [])],
     rows: rows.map((row) => [
       heading(row),

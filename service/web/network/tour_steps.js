@@ -35,7 +35,8 @@ export function gazeOf(pass, { blocks }, row) {
     const weights = stage?.rows.get(row);
     if (!stage || !weights) continue;
     for (let head = 0; head < stage.heads; head++) {
-      const [key] = strongest(weights, head, stage.columns);
+      const own = weights.slice(head * stage.columns, (head + 1) * stage.columns);
+      const key = own.indexOf(Math.max(...own));
       const isBack = key > 0 && key < row;
       const distance = Math.abs(weights[head * stage.columns + key] - 0.5) + (isBack ? 0 : 1);
       if (distance < best) [best, gaze] = [distance, { layer, head, key }];

@@ -43,7 +43,7 @@ export class BothTexts extends HTMLElement {
    */
   async show({ body, edits, model, numTokens }, signal) {
     const room = Math.min(MAX_TOKENS, (model.limits.max_positions || Infinity) - numTokens);
-    this.#edited.hidden = edits.length === 0;
+    this.#edited.hidden = edits.length === 0 || room < 1;
     this.#plain.hidden = this.#legend.hidden = room < 1;
     this.#said.textContent = room < 1 ? "The prompt fills the context, so no token can follow." : "";
     if (room < 1) return this.#edited.clear();

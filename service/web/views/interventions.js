@@ -42,6 +42,8 @@ export default class Interventions extends View {
 
   /** @type {State | null} the state that was shown last */
   #state = null;
+  /** @type {Model | null} the answer of GET /model of the state that was shown last */
+  #served = null;
   /** @type {Source} of the state that was shown last */
   #source;
   /** @type {NamedEdit[]} */
@@ -138,6 +140,8 @@ export default class Interventions extends View {
     this.#body = null;
     this.#state = state;
     this.#halves.classList.remove("is-kept"); // late numbers turn grey
+    if (this.#served !== model) this.#forget(); // the service was restarted, and may serve another model
+    this.#served = model;
     const sweep = this.#sweep.show(state.other === "" ? null : { name, prompt, other: read(state.other) });
     sweep.catch(() => {}); // its error is thrown below, unless the edits have one
     let answer;
@@ -157,6 +161,11 @@ export default class Interventions extends View {
 
   leave() {
     this.#sweep.leave();
+  }
+
+  #forget() {
+    this.#texts.clear();
+    this.#sweep.show(null);
   }
 
   /**
@@ -351,9 +360,11 @@ export default class Interventions extends View {
     if (!steer) return;
     try {
       const edit = await steeringEdit(steer, layer, scale ?? 1, this.#source);
-      if (state === this.#state) this.#replace(index, edit);
+      if (state === this.#state) this.#replace(index, { ...this.#edits[index], ...edit });
     } catch (error) {
-      if (state === this.#state) this.context.report(error);
+      if (state !== this.#state) return;
+      this.#showChips();
+      this.context.report(error);
     }
   }
 

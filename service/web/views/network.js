@@ -4,6 +4,7 @@ import { architectureOf, isWorkedExample } from "../articles.js";
 import { around, el, labelled, select } from "../dom.js";
 import { number, percent, quoted } from "../format.js";
 import { dataTable } from "../draw/data_table.js";
+import { editedName } from "../network/edit_signs.js";
 import { lineOf } from "../network/items.js";
 import { brief } from "../network/labels.js";
 import { LESSONS, chaptersOf } from "../network/lessons.js";
@@ -27,7 +28,7 @@ import { isOther, isPosition, readPosition } from "./positions.js";
  * @import { Line } from "../network/items.js"
  * @import { Lesson } from "../network/lessons.js"
  * @import { Spot } from "../network/scene.js"
- * @import { Edit } from "../answers.js"
+ * @import { Edit, Model } from "../answers.js"
  * @import { Body } from "../network/pass.js"
  * @import { ViewState } from "../view.js"
  * @typedef {ViewState & typeof Network.params} State
@@ -77,6 +78,8 @@ export default class Network extends View {
   /** @type {Change | null} what the edits change, if there are edits */
   #change = null;
   #lineKey = "";
+  /** @type {Model | null} the answer of GET /model with which the pass was computed */
+  #served = null;
   /** @type {State | null} */
   #state = null;
   #passKey = "";
@@ -256,8 +259,10 @@ export default class Network extends View {
     const plainBody = { ...(state.model ? { model: state.model } : {}), prompt: state.prompt };
     const body = edits.length > 0 ? { ...plainBody, edits } : plainBody;
     const [key, plainKey] = [JSON.stringify(body), JSON.stringify(plainBody)];
-    if (key === this.#passKey) return;
-    const kept = this.#lineKey === plainKey ? (this.#plain ?? this.#pass) : null;
+    const isRestarted = this.#served !== service.model; // the service may serve another model
+    this.#served = service.model;
+    if (key === this.#passKey && !isRestarted) return;
+    const kept = !isRestarted && this.#lineKey === plainKey ? (this.#plain ?? this.#pass) : null;
     const run = (/** @type {Body} */ each) =>
       isExample
         ? Pass.ofExample(each, signal)
@@ -266,7 +271,7 @@ export default class Network extends View {
     [this.#passKey, this.#pass, this.#plain] = [key, edited ?? plain, edited && plain];
     this.#change = edited && new Change(edited, plain);
     this.#words = new Map(edits.map((edit, index) => [edit, inWords(named[index])]));
-    if (plainKey === this.#lineKey) return;
+    if (plainKey === this.#lineKey && !isRestarted) return;
     this.#line = lineOf([...plain.stages.values()], architectureOf(service, state.model));
     this.#lineKey = plainKey;
   }
@@ -504,7 +509,7 @@ export default class Network extends View {
     const [value, before] = [valueOf(pass), valueOf(plain)];
     const end = value === undefined ? "" : `: ${number(value)}`;
     const plainly = before === undefined ? "" : `, without the edits ${number(before)}`;
-    const edits = pass.editsAt(name, row).map((edit) => `. Edit: ${this.#words.get(edit)}`);
+    const edits = pass.editsAt(editedName(line.items[item]), row).map((edit) => `. Edit: ${this.#words.get(edit)}`);
     return (this.#said.textContent = `${nameOf(this.#parts(), spot)}${end}${plainly}${edits.join("")}`);
   }
 }

@@ -75,7 +75,8 @@ export class PatchSweep extends HTMLElement {
     this.#form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.#end(); // the same sweep again, if it was stopped
-      this.dispatchEvent(new CustomEvent("sweep", { detail: { other: this.#other.value } }));
+      if (this.#other.value === "") return this.#message.show("Write a text.", this.#form, this.#other);
+      return this.dispatchEvent(new CustomEvent("sweep", { detail: { other: this.#other.value } }));
     });
     this.#map.addEventListener("choose", ({ detail }) => this.#choose(detail.row, detail.column));
   }

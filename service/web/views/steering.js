@@ -1,6 +1,7 @@
 // Steering by two texts: the vector that tells them apart at a layer, as an edit.
 
 import { encode, postTensors } from "../api.js";
+import { placeName } from "../network/names.js";
 
 /**
  * @import { Prompt } from "../answers.js"
@@ -28,7 +29,7 @@ export async function steeringEdit({ more, less }, layer, strength, { name, prom
   const [one, other, here] = await Promise.all([read(more), read(less), prompt].map(lastRow));
   const difference = one.map((number, index) => number - other[index]);
   const size = lengthOf(difference);
-  if (size === 0) throw new Error(`After layer ${layer}, the network does not tell these two texts apart.`);
+  if (size === 0) throw new Error(`After ${placeName(layer)}, the network does not tell these two texts apart.`);
   const factor = lengthOf(here) / size;
   const vector = encode(difference.map((number) => number * factor));
   return { stage, op: "add", vector, scale: strength, steer: { more, less } };
