@@ -98,5 +98,9 @@ def to_array(vector: Any) -> NumpyArray:
 
 def vector_file(vector: Any) -> bytes:
     """The safetensors file of a vector: one array, or arrays by the names of their stages."""
-    arrays = vector if isinstance(vector, Mapping) else {"vector": vector}
-    return write_safetensors({name: to_array(array) for name, array in arrays.items()})
+    return stages_file(vector if isinstance(vector, Mapping) else {"vector": vector})
+
+
+def stages_file(stages: Mapping[str, Any]) -> bytes:
+    """The safetensors file of arrays by name. Whatever has `items` will do, such as TransformerLens's caches."""
+    return write_safetensors({name: to_array(array) for name, array in stages.items()})

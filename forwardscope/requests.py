@@ -29,7 +29,7 @@ from forwardscope.arguments import (
     to_token,
 )
 from forwardscope.call import EVENTS, SAFETENSORS, Call, Event, Hook, Request, StreamCall
-from forwardscope.edits import to_edits, to_vector, vector_file
+from forwardscope.edits import stages_file, to_edits, to_vector, vector_file
 from forwardscope.prompt_lists import Messages, Prompt, Prompts
 from forwardscope.results import (
     Attribution,
@@ -181,7 +181,7 @@ def compare(
     `--compare-directory`) and `setting` (the served model with another `dtype`, `quantize` or `kernels`). `dtype` is
     that in which B computes. `names` maps names of arrays to names of stages.
     """
-    tensors = None if stages is None else base64.b64encode(vector_file(stages)).decode()
+    tensors = None if stages is None else base64.b64encode(stages_file(stages)).decode()
     body = without_none(
         prompt=to_prompt(prompt),
         b=without_none(tensors=tensors, path=path, setting=None if setting is None else dict(setting)),

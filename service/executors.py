@@ -84,8 +84,9 @@ class Executors:
     """Runs jobs on the threads of `LANES`. All methods are called on the event loop's thread."""
 
     def __init__(self, settings: Settings, note_change: Callable[[], None], has_steps: Callable[[], bool]) -> None:
-        """`note_change` is called when a job is added or has ended. `has_steps` says whether the network computes
-        requests: then jobs rest at their pauses.
+        """`note_change` is called when a job is added or has ended.
+
+        `has_steps` says whether the network computes requests: then jobs rest at their pauses.
         """
         self._has_steps = has_steps
         self._max_jobs = settings.max_num_seqs + settings.max_waiting_requests  # that run and wait

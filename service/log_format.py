@@ -1,4 +1,4 @@
-"""The form of log lines: text for people, or JSON for programs that collect logs. They have the ids of their request.
+"""The form of log lines: text for people, or JSON for programs that collect logs. Lines of a request have its ids.
 
 A context variable keeps the ids for the task of a request. A caller outside of the task passes them, as
 `extra={"request_ids": ...}`. `extra={"request_fields": {...}}` adds fields to the JSON object; the message of such a

@@ -26,7 +26,7 @@ from model.tracing.tap import Chain, Recorder, Tap
 ENTRY_BYTES, LIST_BYTES, STAGE_BYTES = 128, 512, 768
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepTrace:
     """The trace of one sequence in one step: the traced `positions` that it computed, and their stages in order.
 
@@ -41,10 +41,12 @@ class StepTrace:
     logit_lens: Sequence[LensLayer] | None
     constraint: ConstraintEffect | None = None
 
-    @cached_property
+    @property
     def stages(self) -> Sequence[StageTrace]:
-        """Those of a recorded step are made when they are first read, possibly on another thread."""
-        return self.made() if callable(self.made) else self.made
+        """The traces of the stages. A recorded step makes them when they are first read, possibly on another thread."""
+        if callable(self.made):
+            self.made = self.made()
+        return self.made
 
 
 class StepTracer:

@@ -28,8 +28,10 @@ STAGES_PER_TOKEN = 4
 
 
 class AdaptedNetwork:
-    """`model` with `adapter` for all tokens, for single passes. None: no adapter, but the stages of adapters,
-    which an edit may name."""
+    """`model` with `adapter` for all tokens, for single passes.
+
+    With None, there is no adapter, but the stages of adapters, which an edit may name.
+    """
 
     def __init__(self, model: Transformer, adapter: Adapter | None) -> None:
         self.backend = model.backend

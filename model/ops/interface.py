@@ -83,8 +83,8 @@ class NetworkOps(Protocol):
     ) -> nn.Module:
         """A layer that computes x @ weight.T + bias in `dtype`: weight (N, K), bias (N,).
 
-        The weight is quantized to `format`, or replaced by a calibrated one. A weight that is stored in formats of
-        groups keeps them if `format` is None and there are kernels for them.
+        With a `format`, the weight is quantized to it, or replaced by the calibrated weight that it is. A weight that
+        is stored in formats of groups keeps them if `format` is None and there are kernels for them.
         """
 
     def embed(self, table: Tensor, index: Tensor) -> Tensor:

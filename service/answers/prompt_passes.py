@@ -118,7 +118,7 @@ async def answer_prompts(
     edit_plans = [plan.edit_plan for plan in plans if plan.edit_plan is not None]
     if edit_plans:
         budget.check(inputs.call.state)  # before the passes of sources
-        model_call = inputs.subject.call(inputs.call)
+        model_call = inputs.subject.model_call(inputs.call)
         assert model_call is not None
         bound = await bind_edits(edit_plans, model_call)
         plans = [replace(plan, bound_edits=each) for plan, each in zip(plans, bound, strict=True)]
@@ -151,7 +151,7 @@ async def plan_prompts(inputs: PromptInputs, make_plan: MakePlan[Plan]) -> tuple
     params = [param_of("prompt", index, inputs.is_list) for index in range(len(inputs.prompts))]
     ids = [await subject.read_prompt(call, prompt, param) for prompt, param in zip(inputs.prompts, params, strict=True)]
     edit_planner = None
-    if (model_call := subject.call(call)) is not None:
+    if (model_call := subject.model_call(call)) is not None:
         edit_planner = await read_edits(edits, list(product(ids, scales)), model_call)
     elif edits:
         raise invalid("edits", f"change the served model, but not the worked example {subject.name!r}; leave them out")

@@ -34,13 +34,13 @@ class Subject:
     adapter: str | None = None
     example: WorkedExample | None = None
 
-    def call(self, call: RouteCall) -> ModelCall | None:
+    def model_call(self, call: RouteCall) -> ModelCall | None:
         """The request to the served checkpoint; None if this is a worked example."""
         return None if self.checkpoint is None else call.on(self.checkpoint, self.adapter)
 
     async def read_prompt(self, call: RouteCall, prompt: Prompt, param: str) -> list[int]:
         """The token ids of a prompt. Raises 400 for one that this network cannot take."""
-        if (model_call := self.call(call)) is not None:
+        if (model_call := self.model_call(call)) is not None:
             return await prompt_ids(model_call, prompt, param)
         assert self.example is not None
         return example_ids(self.example, prompt, param)

@@ -377,6 +377,14 @@ def test_a_wrong_address_is_an_error(page: "Page", base: str, state: dict[str, s
     assert message in page.locator("#error").inner_text()
 
 
+# The last column of the table: the most likely next tokens.
+NEXT_IN_TABLE = """async () => {
+  const { tableOf } = await import("/page/network/table.js");
+  const { line, pass } = document.querySelector("network-canvas").scene;
+  return tableOf({ line, pass, plain: null }, pass, "").rows.map((row) => row.at(-1));
+}"""
+
+
 def test_only_rows_in_sight_of_a_long_prompt_are_read(page: "Page", bundled: Running, base: str) -> None:
     """Of 400 tokens, one pass gives the numbers of those that are drawn; others are read when they are chosen."""
     bodies: list[dict[str, Any]] = []
@@ -395,6 +403,9 @@ def test_only_rows_in_sight_of_a_long_prompt_are_read(page: "Page", bundled: Run
         assert len(bodies[-1]["positions"]) < 80
         said = page.locator("network-view .answer").inner_text()
         assert all(percent(each["probability"]) in said for each in predictions[position]["top"][:2])
+    named = page.evaluate(NEXT_IN_TABLE)
+    assert percent(predictions[100]["top"][0]["probability"]) in named[100]
+    assert named[300] == ""  # it was not in sight
 
 
 def test_the_mark_under_the_pointer_leaves_the_picture_as_it_was(page: "Page", base: str) -> None:

@@ -56,7 +56,7 @@ def local_model(checkpoint: Checkpoint) -> HarvestedModel:
 
 @torch.inference_mode()
 def run_stages(network: Transformer, ids: Tensor, stages: Sequence[Stage], keep: Keep) -> None:
-    """Run a pass over ids (B, T) and give each stage (B, T, ...) to `keep`, in the order of computation."""
+    """Run a pass over ids (B, T) and give each stage (B, T, ...) to `keep`. They are in the order of computation."""
     try:
         network(ids, tap=EndingTap(Recorder(stages, keep), stages[-1].name))
     except PassEnded:

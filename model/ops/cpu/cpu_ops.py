@@ -41,7 +41,9 @@ def find_backend(dtype: torch.dtype, d_head: int) -> Backend | None:
     paged_attention = PagedAttention.find(dtype, d_head)
     try:
         kernels = need_kernels("elementwise", dtype, *names)
-        kernels |= need_kernels("elementwise", torch.float32, "rotation", "select_rotation")  # for every dtype
+        kernels |= need_kernels(
+            "elementwise", torch.float32, "rotation", "select_rotation"
+        )  # in float32, whatever the dtype
         ops, sampling, summaries = CpuNetworkOps(kernels, paged_attention), CpuSamplingOps(dtype), CpuSummaryOps(dtype)
     except MissingKernel:
         return None

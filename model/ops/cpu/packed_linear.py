@@ -16,7 +16,7 @@ from model.ops.cpu.launch import call, empty
 from model.ops.cpu.layout import OUTPUTS_PER_TASK, linear_input
 from model.ops.cpu.packing import DEPTH, PackedWeight, pack_rows, unpack, unpack_part
 from model.ops.cpu.shared_layout import Kernel, find_kernel
-from model.ops.stored_weights import StackedGroups, StackedRows, Weight
+from model.ops.stored_weights import StackedGroups, StackedRows, Weight, whole_weight
 from model.ops.weight_formats import Format, PackedGroups
 
 NUMBERS_PER_WIDEN_TASK = 16384  # with fewer numbers, starting another thread costs more than widening them
@@ -67,18 +67,22 @@ def pack_linear(
     if isinstance(format, PackedGroups):
         has_kernel = has_grouped_kernel(format.format, dtype)
         return GroupedLinear([copy_groups(format)], bias, dtype) if has_kernel else None
-    if isinstance(weight, StackedGroups):
-        if format is None and can_keep_formats(weight, dtype):
-            return GroupedLinear(pack_stored(weight), bias, dtype)
-        weight = weight.tensor()
-    rows = weight if isinstance(weight, StackedRows) else StackedRows((weight.detach(),), dtype, weight.device)
+    if isinstance(weight, StackedGroups) and format is None and can_keep_formats(weight, dtype):
+        return GroupedLinear(pack_stored(weight), bias, dtype)
     if format is not None:
         has_kernel = has_grouped_kernel(format, dtype)
-        return GroupedLinear([quantize_rows(rows, format)], bias, dtype) if has_kernel else None
+        return GroupedLinear([quantize_rows(_rows_of(weight, dtype), format)], bias, dtype) if has_kernel else None
     kernel = find_kernel("linear", "linear", dtype)
-    if kernel is None or rows.shape[1] % DEPTH[dtype]:
+    if kernel is None or weight.shape[1] % DEPTH[dtype]:
         return None
-    return PackedLinear(pack_rows(rows), bias, kernel)
+    return PackedLinear(pack_rows(_rows_of(weight, dtype)), bias, kernel)
+
+
+def _rows_of(weight: Weight, dtype: torch.dtype) -> StackedRows:
+    if isinstance(weight, StackedRows):
+        return weight
+    whole = whole_weight(weight).detach()
+    return StackedRows((whole,), dtype, whole.device)
 
 
 def can_keep_formats(weight: StackedGroups, dtype: torch.dtype) -> bool:

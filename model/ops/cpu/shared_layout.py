@@ -112,7 +112,7 @@ def need_kernel(library: str, name: str, dtype: torch.dtype | None) -> Kernel:
     """Like `find_kernel`, but raises `MissingKernel` if there is none for this CPU."""
     kernel = find_kernel(library, name, dtype)
     if kernel is None:
-        raise MissingKernel(name)
+        raise MissingKernel(f"{library}.cpp has no kernel {name} for {dtype}")
     return kernel
 
 

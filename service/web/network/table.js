@@ -42,8 +42,8 @@ export function tableOf({ line, pass, plain }, drawn, at) {
   const places = stream.map(({ layer }) => (layer === null ? "embedding" : `after L${layer}`));
   return {
     caption:
-      `The length of ${isChange ? "the change of " : ""}each token's vector in the residual stream, and the most likely ` +
-      "next token",
+      `The length of ${isChange ? "the change of " : ""}each token's vector in the residual stream, ` +
+      "and the most likely next token",
     columns: ["token", ...places, "next", ...(plain ? ["next without the edits"] : [])],
     rows: rows.map((row) => [
       heading(row),
