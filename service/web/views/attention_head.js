@@ -108,7 +108,8 @@ export class AttentionHead extends HTMLElement {
     );
     this.#arcs.addEventListener("point", ({ detail }) => this.#point(detail.position));
     this.#arcs.addEventListener("query", ({ detail: { position } }) => {
-      if (position !== this.#shown.position) this.#change({ pos: String(position), key: "" }); // what is shown may be pointed at
+      // what is shown may be pointed at
+      if (position !== this.#shown.position) this.#change({ pos: String(position), key: "" });
     });
   }
 
