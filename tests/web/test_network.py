@@ -151,7 +151,7 @@ def test_an_edited_number_says_so_and_has_the_number_without_the_edit(
     before = plain["values"][0][-1][20]
     words = panel.get_by_text("Without the edits").inner_text()
     assert read_number(words) == pytest.approx(before, rel=SIGNIFICANT)
-    assert "Replaced by an edit: Set the attention output of L2 to zero." in panel.inner_text()
+    assert "Changed by an edit: Set the attention output of L2 to zero." in panel.inner_text()
     assert panel.locator(".differs").count() == 0
     would = re.search(r"The formula would give (\S+)\.$", panel.inner_text(), re.MULTILINE)
     assert would is not None
@@ -521,10 +521,11 @@ def check_rotation(answer: str, turned: list[float], plain: list[float]) -> None
     index = moved.index(max(moved))
     assert answer.startswith(f"Numbers {index} and {index + half}, ")
     number = r"\(?(\u2212?[\d.e\u2212]+?)\)?"
+    exact = r"(?:\u2212?[\d.e\u2212]+, rounded to )?"
     found = re.search(
         rf"q₁ = {number} and q₂ = {number}\. .* cos = {number}, sin = {number}\. "
-        rf"q₁\u2032 = q₁·cos \u2212 q₂·sin = {number}·{number} \u2212 {number}·{number} = {number}\. "
-        rf"q₂\u2032 = q₁·sin \+ q₂·cos = {number}·{number} \+ {number}·{number} = {number}\.$",
+        rf"q₁\u2032 = q₁·cos \u2212 q₂·sin = {number}·{number} \u2212 {number}·{number} = {exact}{number}\. "
+        rf"q₂\u2032 = q₁·sin \+ q₂·cos = {number}·{number} \+ {number}·{number} = {exact}{number}\.$",
         answer,
     )
     assert found is not None, answer

@@ -111,7 +111,7 @@ export class CellArithmetic extends HTMLElement {
  * @param {string[]} edits
  */
 function edited(edits) {
-  return edits.length > 0 ? el("p", { class: "edited" }, `◆ Replaced by an edit: ${edits.join("; ")}.`) : "";
+  return edits.length > 0 ? el("p", { class: "edited" }, `◆ Changed by an edit: ${edits.join("; ")}.`) : "";
 }
 
 /**

@@ -80,6 +80,7 @@ export function drawLabels(scene, heading, pointed = null) {
   const free = lines.map(() => (plane.isDown ? LAYER : -Infinity)); // where each line is free
   context.font = `11px ${FONT}`;
   context.textAlign = "center";
+  context.textBaseline = "middle";
   for (const { names, first, last } of places) {
     if (last < from || first >= to || line.items[first].kind === "predictions") continue;
     if (plane.isDown && line.blocks.some((block) => block.first === first))

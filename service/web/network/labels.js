@@ -189,8 +189,9 @@ export function drawNumbers(scene, item, index) {
   context.textAlign = "center";
   context.textBaseline = "middle";
   places.forEach((place, head) => {
-    const from = Math.max(0, Math.floor(-place.begin / size));
-    const to = Math.min(item.columns, Math.ceil((layout.length - place.begin) / size));
+    // only cells that are wholly in sight
+    const from = Math.max(0, Math.ceil(-place.begin / size - 0.05));
+    const to = Math.min(item.columns, Math.floor((layout.length - place.begin) / size + 0.05));
     for (let row = first; row < last; row++) {
       const numbers = pass.row(item.name, row);
       if (!numbers) continue;

@@ -112,7 +112,8 @@ export function norm({ pass, row, gaze }) {
     : {
         title: "Norm",
         sentence:
-          "Each layer reads the river through a norm, which divides all numbers of a token by one. " +
+          "Each layer reads the river (the residual stream) through a norm, which divides all numbers of a token by " +
+          "one number. " +
           `This is layer ${gaze.layer}.`,
         question: "By which number is this token divided?",
         answer: `By ${number(scale[0])}.`,
@@ -167,7 +168,7 @@ export function pattern({ pass, row, gaze: { layer, head, key } }) {
   const next = strongest(weights, head, stage.columns)
     .filter((other) => other !== key && weights[head * stage.columns + other] > 0)
     .slice(0, 2)
-    .map((other) => `${quoted(pass.tokens[other])} (${percent(weights[head * stage.columns + other])})`);
+    .map((other) => `${quoted(pass.tokens[other])} at ${other} (${percent(weights[head * stage.columns + other])})`);
   return {
     title: "Attention",
     sentence: "Softmax turns the scores of each head into shares of 100 %.",
@@ -210,6 +211,8 @@ export function rotation({ pass, architecture, row, gaze: { layer, head } }) {
   const moved = turns.map(({ from, to }) => Math.hypot(to[0] - from[0], to[1] - from[1]));
   const index = moved.indexOf(Math.max(...moved));
   const { from, to, cos, sin, words } = turns[index];
+  const rounded = (/** @type {number} */ exact, /** @type {number} */ kept) =>
+    number(exact) === number(kept) ? number(kept) : `${number(exact)}, rounded to ${number(kept)}`;
   const [one, other, c, s] = [...from, cos, sin].map((value) => (value < 0 ? `(${number(value)})` : number(value)));
   return {
     title: "Rotary positions",
@@ -220,8 +223,8 @@ export function rotation({ pass, architecture, row, gaze: { layer, head } }) {
     answer:
       `Numbers ${index} and ${index + half}, q₁ = ${number(from[0])} and q₂ = ${number(from[1])}. They turn by ` +
       `${words}: cos = ${number(cos)}, sin = ${number(sin)}. ` +
-      `q₁′ = q₁·cos − q₂·sin = ${one}·${c} − ${other}·${s} = ${number(to[0])}. ` +
-      `q₂′ = q₁·sin + q₂·cos = ${one}·${s} + ${other}·${c} = ${number(to[1])}.`,
+      `q₁′ = q₁·cos − q₂·sin = ${one}·${c} − ${other}·${s} = ${rounded(from[0] * cos - from[1] * sin, to[0])}. ` +
+      `q₂′ = q₁·sin + q₂·cos = ${one}·${s} + ${other}·${c} = ${rounded(from[0] * sin + from[1] * cos, to[1])}.`,
     at: name,
     cell: String(head * stage.columns + index),
   };

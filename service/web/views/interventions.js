@@ -113,7 +113,10 @@ export default class Interventions extends View {
     this.#steer.addEventListener("fail", ({ detail }) => this.context.report(detail.error));
     this.#form.addEventListener("add", ({ detail }) => this.#check(detail.edit));
     this.#sweep.addEventListener("sweep", ({ detail }) => this.context.navigate(detail));
-    this.#sweep.addEventListener("add", ({ detail }) => this.#add(detail.edit));
+    this.#sweep.addEventListener("add", ({ detail }) => {
+      this.#add(detail.edit);
+      this.#chips.scrollIntoView({ block: "center" }); // both texts are below
+    });
     this.#attribution.addEventListener("ablate", ({ detail }) => this.#add(detail.edit));
     this.#attribution.addEventListener("explain", ({ detail }) => this.context.navigate(detail));
   }
@@ -337,7 +340,7 @@ export default class Interventions extends View {
     if (name === null) return "";
     const isSteered = steerTexts(edit) !== null;
     const value = edit[name] ?? (name === "scale" ? 1 : 0);
-    const most = Math.max(isSteered ? 2 : 4, 2 * Math.abs(value));
+    const most = Math.max(isSteered ? 2 : 4, Math.abs(value));
     const slider = el("input", {
       type: "range",
       min: String(-most),

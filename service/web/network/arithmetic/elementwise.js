@@ -2,7 +2,7 @@
 // rotary pairs, activations, and the choice of experts.
 
 import { softmax } from "./attention.js";
-import { numOf, siblingOf, slackOf, sumOf, unitOf } from "./explanation.js";
+import { numOf, said, siblingOf, slackOf, sumOf, unitOf } from "./explanation.js";
 
 /**
  * @import { Architecture } from "../../answers.js"
@@ -176,8 +176,8 @@ export function turnOf(pass, a, { name, before, row, head, index }) {
     ? row * (a.rope_theta ?? 1) ** (-index / half)
     : Math.atan2(to[1], to[0]) - Math.atan2(from[1], from[0]);
   const words = isPlain
-    ? `position ${row} × ${a.rope_theta}^(−${index}/${half}) = ${angle.toPrecision(4)}`
-    : `the angle ${angle.toPrecision(4)}`;
+    ? `position ${row} × ${a.rope_theta}^(−${index}/${half}) = ${said(angle)} radians`
+    : `the angle ${said(angle)} radians`;
   return { from, to, cos: Math.cos(angle), sin: Math.sin(angle), words };
 }
 
@@ -197,18 +197,9 @@ export const rotated = {
     const computed = from.value * cos + other.value * (isFirst ? -sin : sin);
     return plain(
       place,
-      `numbers ${within % half} and ${(within % half) + half} are a pair, rotated by ${words}`,
-      [
-        from,
-        " × cos ",
-        { value: cos },
-        isFirst ? " − " : " + ",
-        other,
-        " × sin ",
-        { value: sin },
-        " = ",
-        { value: computed },
-      ],
+      `numbers ${within % half} and ${(within % half) + half} are a pair, rotated by ${words}: ` +
+        `cos ${said(cos)}, sin ${said(sin)}`,
+      [from, " × ", { value: cos }, isFirst ? " − " : " + ", other, " × ", { value: sin }, " = ", { value: computed }],
       computed,
       // cosine and sine are rounded to the format, and their angles are computed in float32
       (Math.abs(from.value) + Math.abs(other.value)) * (1e6 * unitOf(place) + row),
