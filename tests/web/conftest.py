@@ -90,6 +90,7 @@ def open_page(browser: SharedBrowser, findings: Findings) -> Iterator[OpenPage]:
     for page in pages:
         with contextlib.suppress(Exception):  # the page was closed, or is navigating
             page.evaluate("new Promise((done) => setTimeout(done))")  # the messages so far have arrived now
+            page.evaluate("localStorage.clear()")  # other tests have the same storage, such as a chosen theme
         page.close()
 
 

@@ -291,7 +291,6 @@ def test_the_theme_follows_the_system_until_a_button_changes_it(open_page: OpenP
     assert page.evaluate(background) == "rgb(255, 255, 255)"
     page.get_by_role("button", name="Dark theme").click()
     assert page.evaluate(background) == dark
-    page.evaluate("localStorage.clear()")  # other tests have the same storage
 
 
 def test_a_term_is_explained_in_place_with_a_link_to_its_article(page: "Page", base: str) -> None:
