@@ -129,21 +129,21 @@ def load(
     return LocalModel(replace(checkpoint, adapters=loaded), kv_cache_dtype, grad)
 
 
-# The first four replace arrays by tensors. They overlap with the general ones after them, which come second for mypy.
+# The first four replace arrays by tensors. They overlap with the general ones after them.
 @overload
-def method(  # type: ignore[overload-overlap]
+def method(  # type: ignore[overload-overlap]  # mypy takes the first that fits
     describe: OfPrompt[Arguments, Call[Logits[NumpyArray]]],
 ) -> Attached[PromptMethod[Arguments, Logits[Tensor], list[Logits[Tensor]]]]: ...
 @overload
-def method(  # type: ignore[overload-overlap]
+def method(  # type: ignore[overload-overlap]  # mypy takes the first that fits
     describe: OfPrompt[Arguments, Call[Patterns[NumpyArray]]],
 ) -> Attached[PromptMethod[Arguments, Patterns[Tensor], list[Patterns[Tensor]]]]: ...
 @overload
-def method(  # type: ignore[overload-overlap]
+def method(  # type: ignore[overload-overlap]  # mypy takes the first that fits
     describe: OfPrompt[Arguments, Call[Generation[NumpyArray]]],
 ) -> Attached[PromptMethod[Arguments, Generation[Tensor], list[Generation[Tensor]]]]: ...
 @overload
-def method(  # type: ignore[overload-overlap]
+def method(  # type: ignore[overload-overlap]  # mypy takes the first that fits
     describe: OfMethodAndPrompt[Arguments, Call[Attribution[NumpyArray]]],
 ) -> Attached[AttributeMethod[Arguments, Attribution[Tensor], list[Attribution[Tensor]]]]: ...
 @overload

@@ -138,4 +138,4 @@ class PackedGroups:
 
 
 Format = WeightFormat | PackedGroups
-"""What a layer rounds its weight to: a format, or a calibrated weight in one."""
+"""The goal of rounding a layer's weight: a format, or a calibrated weight in one."""
