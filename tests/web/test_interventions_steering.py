@@ -54,7 +54,8 @@ def expected_vector(service: Running, layer: int, prompt: str = PROMPT) -> np.nd
 
 
 def strip_tokens(page: "Page", heading: str) -> list[str]:
-    return page.locator(f"text-continuation[heading='{heading}'] [role=option]").all_inner_texts()
+    tokens: list[str] = page.locator(f"text-continuation[heading='{heading}'] [role=option]").all_inner_texts()
+    return tokens
 
 
 def as_shown(answer: dict[str, Any]) -> str:
