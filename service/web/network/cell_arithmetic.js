@@ -23,7 +23,7 @@ export class CellArithmetic extends HTMLElement {
    * @param {Shown} shown
    * @returns {(Node | string)[]}
    */
-  #number({ title, explained: { place, formula, explanation }, edits = [], before }) {
+  #number({ title, explained: { place, formula, explanation, picture }, edits = [], before }) {
     const heading = [
       el("h3", {}, title, " = ", el("output", {}, said(place.served))),
       before === undefined ? "" : el("p", {}, `Without the edits: ${said(before)}.`),
@@ -31,6 +31,7 @@ export class CellArithmetic extends HTMLElement {
     if (!explanation) return [...heading, el("p", { class: "faint" }, formula), edited(edits)];
     return [
       ...heading,
+      picture ?? "",
       el("p", { class: "faint" }, explanation.sentence),
       el(
         "p",

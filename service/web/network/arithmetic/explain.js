@@ -78,5 +78,5 @@ export async function explain(pass, architecture, { name, row, column }, signal)
   if (!kind || kind.isKnown?.(place) === false) return { place, formula, explanation: null };
   for (const { stages, rows } of kind.needs(place)) await pass.read(stages.filter(Boolean), rows, signal);
   place.weights = await Promise.all((kind.weights?.(place) ?? []).map((each) => readWeight(pass, each)));
-  return { place, formula, explanation: kind.explain(place) };
+  return { place, formula, explanation: kind.explain(place), picture: kind.picture?.(place) };
 }

@@ -19,12 +19,12 @@
  *   pass: Pass, architecture: Architecture, stage: PassStage, layer: number | null, part: string, row: number,
  *   column: number, head: number, within: number, served: number, weights: Weight[],
  * }} Place `column`: of all heads together; `within`: in its head
- * @typedef {{ place: Place, formula: string, explanation: Explanation | null }} Explained
- *   `formula`: of the stage, in words
+ * @typedef {{ place: Place, formula: string, explanation: Explanation | null, picture?: Node | null }} Explained
+ *   `formula`: of the stage, in words; `picture`: of the operation, with its numbers
  * @typedef {{ stages: string[], rows: number[] }} Need
  * @typedef {{
  *   needs: (place: Place) => Need[], weights?: (place: Place) => WeightPart[], isKnown?: (place: Place) => boolean,
- *   explain: (place: Place) => Explanation | null,
+ *   explain: (place: Place) => Explanation | null, picture?: (place: Place) => Node | null,
  * }} Kind `isKnown`: whether the stages that it needs exist
  */
 
