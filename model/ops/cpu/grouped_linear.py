@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from model.ops.cpu.constants import INPUT_GROUP_BYTES
 from model.ops.cpu.grouped_packing import dequantize_part, unpack_groups
 from model.ops.cpu.launch import call, empty
-from model.ops.cpu.layout import OUTPUTS_PER_TASK, linear_input
+from model.ops.cpu.layout import linear_input, num_linear_tasks
 from model.ops.cpu.shared_layout import find_kernel, need_kernel
 from model.ops.weight_formats import GROUP, PackedGroups, WeightFormat
 
@@ -58,7 +58,7 @@ class GroupedLinear(nn.Module):
             num_outputs, offset = part.shape[0], first * x.itemsize
             call(
                 kernel,
-                num_outputs // OUTPUTS_PER_TASK,
+                num_linear_tasks(num_outputs),
                 groups=groups,
                 integers=part.integers,
                 scales=part.scales,

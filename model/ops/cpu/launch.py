@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A call has at most this many tasks, so at most this many threads compute it. With more tasks than threads, a
-# suspended thread delays the others less.
-MAX_TASKS = 32
+MANY_TASKS = 32  # with more tasks than threads, a suspended thread delays the others less
 CURRENT: ContextVar["Recording | None"] = ContextVar("recording", default=None)  # the one that runs (`recording.py`)
 
 
@@ -52,13 +50,18 @@ def thread_pool() -> ThreadPool | None:
     return ThreadPool(run_call, run_brief_call, run_calls, Layout.read(library, "kernel_call"))
 
 
+def most_tasks() -> int:
+    """The number of tasks into which a call may be divided: at least one for each thread."""
+    return max(MANY_TASKS, torch.get_num_threads())
+
+
 def call(kernel: Kernel, num_tasks: int, table: bytes = b"", /, **arguments: Argument) -> None:
     """Run a kernel now, divided into at most `num_tasks` tasks. If a recording is being made, record the call.
 
     The C++ declaration of the kernel says what its arguments mean, and whether a table follows them. A tensor is passed
     as its address, and None as null. Raises TypeError if an argument is missing or unknown.
     """
-    num_tasks = max(1, min(num_tasks, MAX_TASKS))
+    num_tasks = max(1, min(num_tasks, most_tasks()))
     packed = _record(kernel, num_tasks, table, arguments)
     num_threads = torch.get_num_threads()
     num_available = _pool().run_call(kernel.address, num_tasks, packed, num_threads)

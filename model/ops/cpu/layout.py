@@ -6,11 +6,17 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.bfloat16)  # of the numbers that kernels read and write
 NUMBERS_PER_TASK = 2048  # with fewer numbers, starting another thread costs more than it saves
 OUTPUTS_PER_TASK = 128  # of a linear layer: several tiles one after the other, so that the next one can be prefetched
+FEWEST_OUTPUTS = 32  # of a task, where a linear layer would have fewer tasks than there are threads
 
 
 def num_tasks(tensor: Tensor) -> int:
     """How many tasks a kernel that writes `tensor` may be divided into."""
     return tensor.numel() // NUMBERS_PER_TASK
+
+
+def num_linear_tasks(num_outputs: int) -> int:
+    """How many tasks a linear layer may be divided into."""
+    return max(num_outputs // OUTPUTS_PER_TASK, min(num_outputs // FEWEST_OUTPUTS, torch.get_num_threads()))
 
 
 def linear_input(x: Tensor, dtype: torch.dtype, num_inputs: int) -> Tensor:

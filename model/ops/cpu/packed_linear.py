@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from model.ops.cpu.grouped_linear import GroupedLinear, has_grouped_kernel
 from model.ops.cpu.grouped_packing import copy_groups, pack_stored, quantize_rows
 from model.ops.cpu.launch import call, empty
-from model.ops.cpu.layout import OUTPUTS_PER_TASK, linear_input
+from model.ops.cpu.layout import linear_input, num_linear_tasks
 from model.ops.cpu.packing import DEPTH, PackedWeight, pack_rows, unpack, unpack_part
 from model.ops.cpu.shared_layout import Kernel, find_kernel
 from model.ops.stored_weights import StackedGroups, StackedRows, Weight, whole_weight
@@ -53,7 +53,7 @@ class PackedLinear(nn.Module):
             narrow, x = x, empty(x.shape, torch.float32)
             call(self._widen, x.numel() // NUMBERS_PER_WIDEN_TASK, x=narrow, out=x, num_elements=x.numel())
         M, N, K = math.prod(x.shape[:-1]), self.out_features, self.in_features
-        call(self._kernel, N // OUTPUTS_PER_TASK, x=x, w=self.packed, b=self.bias, y=out, M=M, N=N, K=K)
+        call(self._kernel, num_linear_tasks(N), x=x, w=self.packed, b=self.bias, y=out, M=M, N=N, K=K)
         return out
 
 

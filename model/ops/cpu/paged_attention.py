@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from model.ops.cpu.constants import KEYS_PER_CHUNK, PARTIAL_PADDING, VECTOR_WIDTH
-from model.ops.cpu.launch import MAX_TASKS, call, empty
+from model.ops.cpu.launch import call, empty, most_tasks
 from model.ops.cpu.layout import merge_outer_dims, num_tasks
 from model.ops.cpu.shared_layout import Argument, Kernel, MissingKernel, need_kernels
 from model.ops.quantized_rows import QuantizedRows
@@ -168,7 +168,7 @@ class PagedAttention:
             "scale": rule.scale,
             "softcap": rule.softcap or 0.0,
         }
-        call(self._kernels["attention"], MAX_TASKS, **arguments)
+        call(self._kernels["attention"], most_tasks(), **arguments)
         if read.partials is not None:
             call(self._kernels["attention_combine"], q.shape[0] * q.shape[1], **arguments)
         return out
@@ -224,7 +224,7 @@ class PagedAttention:
         keys, key_magnitudes = _parts(keys)
         call(
             self._kernels["attention_scores"],
-            MAX_TASKS,
+            most_tasks(),
             q=q,
             keys=keys,
             blocks=read.blocks[sequence],

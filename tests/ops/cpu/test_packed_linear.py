@@ -1,5 +1,6 @@
 """Products with packed weights: exact to their rounding, and no row depends on the other rows."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from model.ops.cpu import launch
 from model.ops.cpu.grouped_linear import GroupedLinear
 from model.ops.cpu.packed_linear import PackedLinear, pack_linear
 from model.ops.quantization import INT4, INT8, QuantizedLinear, quantize_to
@@ -125,3 +127,28 @@ def test_pytorch_computes_layers_of_other_dtypes_and_of_odd_sizes() -> None:
         assert isinstance(built, nn.Linear)
         x = torch.randn(3, layer.in_features, dtype=layer.weight.dtype)
         assert torch.equal(built(x), layer(x))
+
+
+@pytest.mark.parametrize("format", [None, INT4])
+def test_on_a_cpu_with_many_cores_each_thread_has_a_task_and_the_bits_stay(
+    format: WeightFormat | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = launch.thread_pool()
+    assert pool is not None
+    tasks = []
+
+    def run_call(kernel: int, num_tasks: int, arguments: bytes, num_threads: int) -> int:
+        tasks.append(num_tasks)
+        pool.run_call(kernel, num_tasks, arguments, 2)
+        return num_threads
+
+    layer = pack_linear(torch.randn(2048, 64), None, torch.float32, format)
+    assert layer is not None
+    x = torch.randn(3, 64)
+    expected = layer(x)
+    monkeypatch.setattr(launch, "_pool", lambda: replace(pool, run_call=run_call))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    found = layer(x)
+    monkeypatch.undo()
+    assert tasks[-1] == 64
+    assert torch.equal(found, expected)
