@@ -24,14 +24,17 @@ import { cells, cut, widest } from "./heat_map.js";
  */
 
 const PERCENTILE = 0.99;
-const STRIP = 18; // the height of the input and of the products, and the width of the result
+const STRIP = 22; // the height of the input and of the products, and the width of the result
 const LINE = 16; // the height of a line of text
 const GAP = 8;
-const NUMBER = 62; // the width of a number beside the result
-const WORDS = 62; // the width of the words before the strips of a small picture
-const CELL = { least: 2, most: 26 };
-const TALLEST = { matrix: 440, row: 18 };
+const BIAS = 20; // the width between the bias and the result
+const NUMBER = 74; // the width of a number beside the result
+const WORDS = 72; // the width of the words before the strips of a small picture
+const CELL = { least: 2, most: 60, tall: 18, taller: 32, few: 12 }; // few rows are taller
+const TALLEST = 440; // of a matrix, unless it has very many rows
+const LENS = 9; // the height of the row whose products are shown, at least
 const FONT = "11px system-ui, sans-serif";
+const SMALL_FONT = "13px system-ui, sans-serif"; // of a small picture, which has few words
 
 /**
  * A scale in which a high percentile of the sizes has the strongest colour, so that a few large numbers do not make all
@@ -43,6 +46,13 @@ export function steadyScale(values) {
   const sizes = numbers.map(Math.abs).sort((a, b) => a - b);
   const high = sizes[Math.floor(PERCENTILE * (sizes.length - 1))];
   return scaleOf(numbers.map((value) => Math.min(high, Math.max(-high, value))));
+}
+
+/** @param {string} text */
+function textWidth(text) {
+  const context = context2d(el("canvas"));
+  context.font = FONT;
+  return context.measureText(`${text} → `).width;
 }
 
 /**
@@ -127,19 +137,23 @@ export class MatrixProduct extends HTMLElement {
     const { rows, columns, rowLabels, bias } = this.#data;
     const isSmall = this.#isSmall;
     const left = isSmall ? WORDS : 14 + widest(rowLabels);
-    const beside = isSmall ? 2 : GAP + (bias ? STRIP + GAP : 0) + STRIP + NUMBER;
+    const beside = isSmall ? 2 : GAP + (bias ? STRIP + BIAS : 0) + STRIP + NUMBER;
     const room = (this.clientWidth || 700) - left - beside;
-    const width = Math.min(CELL.most, Math.max(isSmall ? 0 : CELL.least, room / columns));
-    const height = isSmall ? STRIP : Math.min(TALLEST.row, Math.max(CELL.least, TALLEST.matrix / rows));
+    const width = Math.max(isSmall ? 0 : CELL.least, Math.min(CELL.most, room / columns));
+    const tallest = rows > CELL.few ? CELL.tall : CELL.taller;
+    const height = isSmall ? STRIP : Math.max(CELL.least, Math.min(tallest, TALLEST / rows));
     const top = isSmall ? 2 : LINE;
     const matrixTop = top + STRIP + (isSmall ? GAP : LINE);
     const termsTop = matrixTop + rows * height + (isSmall ? GAP : LINE + 4);
     const right = left + columns * width;
     const biasLeft = right + GAP;
-    const output = biasLeft + (bias ? STRIP + GAP : 0);
+    const output = biasLeft + (bias ? STRIP + BIAS : 0);
     return {
       ...{ left, top, width, height, matrixTop, termsTop, right, bias: biasLeft, output },
-      size: [Math.ceil(right + beside), Math.ceil(termsTop + STRIP + (isSmall ? GAP + LINE : 4))],
+      size: [
+        Math.ceil(Math.max(right + beside, isSmall ? 0 : left + textWidth(this.#data.inputName))),
+        Math.ceil(termsTop + STRIP + (isSmall ? GAP + LINE : 4)),
+      ],
     };
   }
 
@@ -173,7 +187,7 @@ export class MatrixProduct extends HTMLElement {
     const terms = row === null ? [] : this.#termsOf(row);
     if (row !== null)
       context.drawImage(cells(terms, 1, columns, steadyScale(terms)), left, termsTop, right - left, STRIP);
-    context.font = FONT;
+    context.font = this.#isSmall ? SMALL_FONT : FONT;
     context.textBaseline = "middle";
     context.fillStyle = style.color;
     if (this.#isSmall) this.#drawWords(context);
@@ -198,7 +212,7 @@ export class MatrixProduct extends HTMLElement {
     const longest = Math.max(...columnLabels.map(({ length }) => length));
     for (let column = 0; column < columns; column += Math.max(1, Math.ceil((7 * longest + 4) / width)))
       context.fillText(columnLabels[column], left + (column + 0.5) * width, matrixTop - LINE / 2);
-    if (bias) context.fillText("+ bias", biasLeft + STRIP / 2, matrixTop - 3 * (LINE / 2));
+    if (bias) context.fillText("+ bias", biasLeft + STRIP / 2, matrixTop - LINE / 2);
     context.textAlign = "left";
     context.fillText(`${inputName} →`, left, top - LINE / 2);
     context.fillText(`= ${outputName} ↓`, output, matrixTop - LINE / 2, STRIP + NUMBER);
@@ -221,21 +235,25 @@ export class MatrixProduct extends HTMLElement {
    * @param {number[]} terms
    */
   #drawResult(context, row, terms) {
-    const { output, isPart } = this.#data;
+    const { values, columns, scale, output, outputScale, bias, isPart } = this.#data;
     const { left, height, matrixTop, termsTop, right, output: outputLeft, size } = this.#layout;
-    const y = matrixTop + row * height;
-    context.font = `bold ${FONT}`;
+    const lens = Math.max(height, LENS);
+    const y = matrixTop + (row + 0.5) * height - lens / 2;
+    context.font = `bold ${this.#isSmall ? SMALL_FONT : FONT}`;
     if (this.#isSmall) {
       context.textAlign = "right";
       context.fillText(`${this.#data.inputName} = ${number(output[row])}`, right, size[1] - LINE / 2);
       context.textAlign = "left";
       return;
     }
-    context.strokeRect(left - 1, y - 1, right - left + 2, height + 2);
-    context.strokeRect(outputLeft - 1, y - 1, STRIP + 2, height + 2);
-    context.fillText(number(output[row]), outputLeft + STRIP + 5, y + height / 2);
+    const weights = values.slice(row * columns, (row + 1) * columns);
+    context.drawImage(cells(weights, 1, columns, scale), left, y, right - left, lens);
+    context.drawImage(cells([output[row]], 1, 1, outputScale), outputLeft, y, STRIP, lens);
+    context.strokeRect(left - 1, y - 1, right - left + 2, lens + 2);
+    context.strokeRect(outputLeft - 1, y - 1, STRIP + 2, lens + 2);
+    context.fillText(number(output[row]), outputLeft + STRIP + 5, y + lens / 2);
     const sum = number(terms.reduce((total, each) => total + each, 0));
-    context.fillText(isPart ? `Σ here ${sum}` : `Σ ${sum}`, right + GAP, termsTop + STRIP / 2);
+    context.fillText(isPart ? `here ${sum}` : `Σ ${sum}${bias ? " + bias" : ""}`, right + GAP, termsTop + STRIP / 2);
   }
 
   /**
@@ -297,8 +315,9 @@ export class MatrixProduct extends HTMLElement {
     const bar = el("span", { class: "legend-bar" });
     const stops = Array.from({ length: 9 }, (_, index) => css(colour(index / 8, scale.map)));
     bar.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
-    const others = `input up to ${number(inputScale.high)}, ${outputName} up to ${number(outputScale.high)}`;
-    this.#legend.replaceChildren(`weights ${number(scale.low)} `, bar, ` ${number(scale.high)} · ${others}`);
+    const others = `the strongest colour of the input is ${number(inputScale.high)}, of the ${outputName} `;
+    const ends = [`weights ${number(scale.low)} `, bar, ` ${number(scale.high)}; `];
+    this.#legend.replaceChildren(...ends, `${others}${number(outputScale.high)}`);
   }
 
   #describe() {

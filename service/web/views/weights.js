@@ -16,6 +16,7 @@ import "../network/cell_arithmetic.js";
 import { placeName } from "../network/names.js";
 import { Pass } from "../network/pass.js";
 import { readWeight } from "../network/weights.js";
+import { describe } from "../stages.js";
 import { View } from "../view.js";
 import { isOther, readPosition } from "./positions.js";
 
@@ -36,6 +37,7 @@ import { isOther, readPosition } from "./positions.js";
 const PART = 256; // rows or columns that are shown at once
 const LARGEST = 5; // numbers of the result that are listed
 const FIRST = { weight: "", head: "0", row: "0", column: "0", position: "", cell: "" };
+const LOGITS = "predictions"; // where the network shows them
 const HEADS = ["head", "kv_head"];
 /** The names of weights that a token is not multiplied by → what they do to “T” at position P. @type {[RegExp, string][]} */
 const MEANINGS = [
@@ -78,12 +80,13 @@ export default class Weights extends View {
   #controls = el("p", { class: "row" });
   #tokens = el("token-strip");
   #meaning = el("p", { class: "answer" });
+  #show = el("button", { type: "button", class: "small" }, "Show the product in the network");
   #facts = el("p", { class: "faint" });
   #map = el("heat-map");
   #product = el("matrix-product");
   #cell = el("cell-arithmetic");
   #largest = el("div", { class: "card" });
-  #aside = el("div", {}, this.#cell, this.#largest);
+  #aside = el("div", {}, this.#largest, this.#cell);
   /** @type {State | null} */
   #state = null;
   /** @type {ViewRequest | null} */
@@ -94,11 +97,11 @@ export default class Weights extends View {
   #outputs = null;
 
   build() {
-    const picture = el("div", {}, this.#map, this.#product);
+    const picture = el("div", {}, this.#map, this.#product, this.#facts);
     this.append(
       this.#controls,
-      this.#tokens,
-      el("div", { class: "row" }, this.#meaning, this.#facts),
+      el("div", { class: "row" }, el("span", { class: "faint" }, "Token"), this.#tokens),
+      el("div", { class: "row" }, this.#meaning, this.#show),
       el("div", { class: "product-stage" }, picture, this.#aside),
     );
     this.#tokens.addEventListener("choose", ({ detail }) => this.context.navigate({ position: String(detail.index) }));
@@ -191,10 +194,10 @@ export default class Weights extends View {
    * @param {Product} product
    * @param {Axis} outputs
    */
-  #cellOf({ results }, { start, labels }) {
+  #cellOf({ at, results }, { start, labels }) {
     const { cell } = /** @type {State} */ (this.#state);
     if (cell !== "") return readIndex(cell, "cell", results.length);
-    return start + largest(results.slice(start, start + labels.length), 1)[0];
+    return start + largest(results.slice(start, start + labels.length), 1, at)[0];
   }
 
   /** @param {number} cell */
@@ -292,18 +295,15 @@ export default class Weights extends View {
       said = `${withToken(subject)} × ${name.split(".").at(-1)} = ${meaning.replace(/\bP\b/, where)}${end}.`;
     }
     const queriesPerKey = /attn\.[kv]$/.test(at) ? architecture.num_heads / architecture.num_kv_heads : 1;
-    const column = product && cell !== null && (at === "predictions" ? axes[1].tokens[cell].id : product.offset + cell);
+    const column = product && cell !== null && (at === LOGITS ? axes[1].tokens[cell].id : product.offset + cell);
     const changes = {
       ...{ view: "network", at, position: String(token.position) },
       ...(dims.length > 2 && { head: String(head * queriesPerKey) }),
       ...(typeof column === "number" && { cell: String(column) }),
     };
-    const show = el(
-      "button",
-      { type: "button", class: "small", onclick: () => this.context.navigate(changes) },
-      "Show the product in the network",
-    );
-    this.#meaning.replaceChildren(said, " ", ...(at ? [show] : []));
+    this.#meaning.textContent = said;
+    this.#show.hidden = at === "";
+    this.#show.onclick = () => this.context.navigate(changes);
     const { rowName, columnName } = product ? this.#product.data : this.#map.data;
     this.#facts.textContent =
       `${name}: ${shape.map((size, axis) => `${count(size)} ${dims[axis]}`).join(" × ")}, ` +
@@ -351,10 +351,12 @@ export default class Weights extends View {
     const from = inputOffset + rows.start;
     const of = (/** @type {number[]} */ some, /** @type {number} */ first, /** @type {Axis} */ { labels }) =>
       some.slice(first, first + labels.length);
-    const isPart = inputs.length > rows.labels.length;
-    const rest = isPart
-      ? ` These ${count(rows.labels.length)} of its ${count(inputs.length)} inputs add a part of it.`
-      : "";
+    const some = of(inputs, from, rows);
+    const at = cell - columns.start;
+    const isPart = inputs.length > some.length;
+    const sum = some.reduce((total, each, index) => total + each * numbers[index * columns.labels.length + at], 0);
+    const part = `; the ${count(some.length)} inputs here, of ${count(inputs.length)}, add ${number(sum)}`;
+    const { label } = describe(input, architectureOf(this.context.service, /** @type {State} */ (this.#state).model));
     this.#product.data = {
       values: transposed(numbers, rows.labels.length, columns.labels.length),
       rows: columns.labels.length,
@@ -364,16 +366,16 @@ export default class Weights extends View {
       rowName: nameOf(columns),
       columnName: nameOf(rows),
       valueName: name,
-      input: of(inputs, from, rows),
-      inputName: `${input} of ${quoted(token)}`,
+      input: some,
+      inputName: `${quoted(token)} · ${label} (${input.replace(/^blocks\.\d+\./, "")})`,
       output: of(results, columns.start, columns),
       outputName: word,
       bias: bias && of(bias, columns.start, columns),
       isPart,
-      chosen: cell - columns.start,
+      chosen: at,
       hint:
-        `The ${word} of ${columns.labels[cell - columns.start]} is ${number(results[cell])}.${rest} ` +
-        "Point at a cell, or use the arrow keys, to read a product; choose a row to explain its result.",
+        `${nameOf(columns)} ${columns.labels[at]}: the ${word} is ${number(results[cell])}${isPart ? part : ""}. ` +
+        "Point at a cell to read a product; choose a row to explain its result.",
     };
   }
 
@@ -384,15 +386,15 @@ export default class Weights extends View {
    * @param {Axis} outputs
    * @param {{ cell: number, word: string }} chosen
    */
-  #showCell(explained, { results }, outputs, { cell, word }) {
+  #showCell(explained, { at, results }, outputs, { cell, word }) {
     const nameOfCell = (/** @type {number} */ index) =>
       outputs.tokens.length > 0 ? shown(outputs.tokens[index]) : String(index);
     const title = `${word[0].toUpperCase()}${word.slice(1)}, ${nameOf(outputs)} ${nameOfCell(cell)}`;
     this.#cell.show({ title, explained: { ...explained, picture: null } });
-    const most = largest(results, LARGEST);
+    const most = largest(results, LARGEST, at);
     const size = Math.max(...most.map((index) => Math.abs(results[index])), 1e-12);
     const table = barTable({
-      caption: `The largest numbers of the ${word}`,
+      caption: at === LOGITS ? "The largest logits of the prompt's tokens" : `The largest numbers of the ${word}`,
       columns: [nameOf(outputs), word],
       rows: most.map((index) => ({
         cells: [
@@ -435,7 +437,7 @@ async function productOf(pass, architecture, { info, part, row }, signal) {
     const input = inputOf(pass);
     const [{ logits }] = await Promise.all([pass.logits(row, signal), pass.read([input], [row], signal)]);
     return {
-      ...{ at: "predictions", input, inputs: inputsOf(input), offset: 0, inputOffset: 0, bias: null, normed: false },
+      ...{ at: LOGITS, input, inputs: inputsOf(input), offset: 0, inputOffset: 0, bias: null, normed: false },
       results: pass.tokens.map(({ id }) => logits.values[id]),
       explain: async (cell) =>
         (await explainPrediction(pass, architecture, { row, id: pass.tokens[cell].id }, signal))[0],
@@ -480,12 +482,13 @@ function wordsOf(at, { gated }) {
 }
 
 /**
- * The indices of the largest numbers, the largest first.
+ * The indices of the largest numbers, the largest first: of the highest logits, or else those farthest from zero.
  * @param {number[]} numbers
  * @param {number} most
+ * @param {string} at the stage of the numbers
  */
-function largest(numbers, most) {
-  const size = (/** @type {number} */ index) => Math.abs(numbers[index]);
+function largest(numbers, most, at) {
+  const size = (/** @type {number} */ index) => (at === LOGITS ? numbers[index] : Math.abs(numbers[index]));
   return [...numbers.keys()].sort((one, other) => size(other) - size(one)).slice(0, most);
 }
 

@@ -10,7 +10,7 @@ import { placeName } from "../names.js";
  * @typedef {{ name: string, a: Num, b: Num }} Factors
  */
 
-const STRIPES = 128; // that can be told apart in the panel
+const STRIPES = 64; // that can be told apart in the panel
 
 /**
  * @param {Place} place with its weights
