@@ -28,7 +28,7 @@ const STRIP = 22; // the height of the input and of the products, and the width 
 const LINE = 16; // the height of a line of text
 const GAP = 8;
 const BIAS = 20; // the width between the bias and the result
-const NUMBER = 74; // the width of a number beside the result
+const NUMBER = 84; // the width of a number beside the result
 const WORDS = 72; // the width of the words before the strips of a small picture
 const CELL = { least: 2, most: 60, tall: 18, taller: 32, few: 12 }; // few rows are taller
 const TALLEST = 440; // of a matrix, unless it has very many rows
@@ -264,11 +264,11 @@ export class MatrixProduct extends HTMLElement {
     const { values, columns, input, output, rowLabels, columnLabels, rowName, columnName, outputName } = this.#data;
     const { row: at, column } = this.#at;
     const result = row === null ? "" : `${rowName} ${rowLabels[row]}: ${outputName} ${number(output[row])}`;
+    const end = this.#isSmall ? "" : `; ${result}`;
     const product = (/** @type {number} */ index) =>
       `${columnName} ${columnLabels[index]}: ${number(input[index])} × ` +
-      `${number(values[(row ?? 0) * columns + index])} = ${number(terms[index])}; `;
-    const isPointed = at !== null || column !== null;
-    this.#value.textContent = isPointed ? `${column === null ? "" : product(column)}${result}` : this.#data.hint;
+      `${number(values[(row ?? 0) * columns + index])} = ${number(terms[index])}${end}`;
+    this.#value.textContent = column !== null ? product(column) : at !== null ? result : this.#data.hint;
   }
 
   /**

@@ -9,65 +9,28 @@ import { steadyScale } from "../draw/matrix_product.js";
 import "../draw/token_strip.js";
 import { count, number, quoted, shown } from "../format.js";
 import { readIndex } from "../indices.js";
-import { explainAs, placeOf } from "../network/arithmetic/explain.js";
-import { explainPrediction, inputOf } from "../network/arithmetic/prediction.js";
-import { productWith } from "../network/arithmetic/products.js";
 import "../network/cell_arithmetic.js";
-import { placeName } from "../network/names.js";
 import { Pass } from "../network/pass.js";
-import { readWeight } from "../network/weights.js";
 import { describe } from "../stages.js";
 import { View } from "../view.js";
 import { isOther, readPosition } from "./positions.js";
+import { LOGITS, largest, meaningOf, productOf, wordOf } from "./token_product.js";
 
 /**
- * @import { Architecture, Model, PositionedToken, WeightAnswer, WeightInfo } from "../answers.js"
+ * @import { Model, PositionedToken, WeightAnswer, WeightInfo } from "../answers.js"
  * @import { Explained } from "../network/arithmetic/explanation.js"
  * @import { ViewRequest, ViewState } from "../view.js"
+ * @import { Product } from "./token_product.js"
  * @typedef {ViewState & typeof Weights.params} State
- * @typedef {{ dim: string, size: number, start: number, part: string, labels: string[], tokens: PositionedToken[] }} Axis a part of
- *   a dim, as GET /weights names it; of the vocabulary, the `tokens` of the prompt
  * @typedef {{
- *   at: string, input: string, inputs: number[], results: number[], offset: number, bias: number[] | null,
- *   inputOffset: number, normed: boolean, explain: (cell: number) => Promise<Explained>,
- * }} Product of a token with a matrix: the stage `at` is its result, of which `results` is the part of a head, or the
- *   logits of the tokens of the prompt. `offset` and `inputOffset`: the columns before those of the head
+ *   dim: string, size: number, start: number, part: string, labels: string[], tokens: PositionedToken[],
+ * }} Axis a part of a dim, as GET /weights names it; of the vocabulary, the `tokens` of the prompt
  */
 
 const PART = 256; // rows or columns that are shown at once
 const LARGEST = 5; // numbers of the result that are listed
 const FIRST = { weight: "", head: "0", row: "0", column: "0", position: "", cell: "" };
-const LOGITS = "predictions"; // where the network shows them
 const HEADS = ["head", "kv_head"];
-/** The names of weights that a token is not multiplied by → what they do to “T” at position P. @type {[RegExp, string][]} */
-const MEANINGS = [
-  [
-    /^embed\.W_E$/,
-    "The framed row is the vector of T, with which its residual stream begins. The rows are the prompt's tokens.",
-  ],
-  [/^pos_embed\.W_pos$/, "The framed row is the vector of position P, which is added to that of T."],
-  [/W_in$|W_gate$|W_out$/, "A matrix of one expert. The service shows only the sum of the experts."],
-  [/\.w$/, "The gain of a norm, by which each normalized number is multiplied."],
-  [/\.b(_\w+)?$/, "A bias: numbers that are added."],
-];
-/** A part of a network → the vector of “T”, a word for the product, and what it is at place “P”. */
-const PRODUCTS = /** @type {Record<string, [subject: string, word: string, meaning: string]>} */ ({
-  "attn.q": ["T", "query", "its query in P: what it looks for"],
-  "attn.k": ["T", "key", "its key in P: what it offers"],
-  "attn.v": ["T", "value", "its value in P: what it passes on"],
-  attn_out: ["What the heads gathered for T", "output", "what attention adds to its residual stream in P"],
-  "mlp.pre": ["T", "input", "the input of each neuron in P"],
-  "mlp.pre gated": ["T", "gate", "the gate of each neuron in P: which ones are open"],
-  "mlp.pre_linear": ["T", "input", "the input of each neuron in P"],
-  "mlp.router_logits": ["T", "score", "the score of each expert in P: which ones are chosen"],
-  mlp_out: ["The neurons of T", "output", "what P adds to its residual stream"],
-  predictions: [
-    "The last vector of T",
-    "logit",
-    "the logit of each token as the next one. These are the prompt's tokens",
-  ],
-});
-
 export default class Weights extends View {
   static showsWorkedExamples = true;
   /**
@@ -142,7 +105,7 @@ export default class Weights extends View {
     const part = headDim ? { [headDim]: head } : {};
     const [answer, product] = await Promise.all([
       getJson(path, signal),
-      productOf(pass, architectureOf(this.context.service, state.model), { info, part, row }, signal),
+      productOf(pass, this.#architecture, { info, part, row }, signal),
     ]);
     const numbers = /** @type {number[]} */ (answer.values.flat(Infinity));
     const cell = product && this.#cellOf(product, columns);
@@ -155,7 +118,7 @@ export default class Weights extends View {
     this.#product.hidden = this.#aside.hidden = product === null;
     const token = pass.tokens[row];
     if (product && cell !== null && explained) {
-      const [, word] = wordsOf(product.at, architectureOf(this.context.service, state.model));
+      const word = wordOf(product.at, this.#architecture);
       this.#showProduct(answer.name, numbers, product, axes, { cell, word, token });
       this.#showCell(explained, product, columns, { cell, word });
     } else this.#showMap(answer.name, numbers, axes, row);
@@ -169,6 +132,10 @@ export default class Weights extends View {
 
   pictures() {
     return [{ name: "weights", element: this.#product.hidden ? this.#map : this.#product }];
+  }
+
+  get #architecture() {
+    return architectureOf(this.context.service, /** @type {State} */ (this.#state).model);
   }
 
   /**
@@ -279,21 +246,9 @@ export default class Weights extends View {
    */
   #showMeaning({ name, dims, shape, quantization, num_parameters, tied_to }, { dtype }, product, place) {
     const { token, head, cell, axes } = place;
-    const architecture = architectureOf(this.context.service, /** @type {State} */ (this.#state).model);
-    const layer = layerOf(name);
-    const withToken = (/** @type {string} */ text) => text.replace(/\bT\b/, () => quoted(token));
-    const at = product?.at ?? { "embed.W_E": "embed", "pos_embed.W_pos": "pos_embed" }[name] ?? "";
-    let said = withToken(MEANINGS.find(([pattern]) => pattern.test(name))?.[1] ?? "").replace(
-      /\bP\b/,
-      String(token.position),
-    );
-    if (product) {
-      const [subject, , meaning] = wordsOf(product.at, architecture);
-      const hasHead = product.offset > 0 || /attn\.[qkv]$/.test(product.at);
-      const where = placeName(layer, hasHead ? head : /mlp/.test(product.at) ? "FFN" : undefined);
-      const end = product.normed ? ", before the norm that follows" : "";
-      said = `${withToken(subject)} × ${name.split(".").at(-1)} = ${meaning.replace(/\bP\b/, where)}${end}.`;
-    }
+    const architecture = this.#architecture;
+    const embedding = { "embed.W_E": "embed", "pos_embed.W_pos": "pos_embed" }[name] ?? "";
+    const at = product?.at ?? (/\.experts\./.test(name) ? `blocks.${layerOf(name)}.mlp_out` : embedding);
     const queriesPerKey = /attn\.[kv]$/.test(at) ? architecture.num_heads / architecture.num_kv_heads : 1;
     const column = product && cell !== null && (at === LOGITS ? axes[1].tokens[cell].id : product.offset + cell);
     const changes = {
@@ -301,7 +256,7 @@ export default class Weights extends View {
       ...(dims.length > 2 && { head: String(head * queriesPerKey) }),
       ...(typeof column === "number" && { cell: String(column) }),
     };
-    this.#meaning.textContent = said;
+    this.#meaning.textContent = meaningOf(name, product, { token, head, architecture });
     this.#show.hidden = at === "";
     this.#show.onclick = () => this.context.navigate(changes);
     const { rowName, columnName } = product ? this.#product.data : this.#map.data;
@@ -356,7 +311,7 @@ export default class Weights extends View {
     const isPart = inputs.length > some.length;
     const sum = some.reduce((total, each, index) => total + each * numbers[index * columns.labels.length + at], 0);
     const part = `; the ${count(some.length)} inputs here, of ${count(inputs.length)}, add ${number(sum)}`;
-    const { label } = describe(input, architectureOf(this.context.service, /** @type {State} */ (this.#state).model));
+    const { label } = describe(input, this.#architecture);
     this.#product.data = {
       values: transposed(numbers, rows.labels.length, columns.labels.length),
       rows: columns.labels.length,
@@ -421,75 +376,6 @@ function staleOf(before, now) {
   const all = before?.model === now.model ? { position, row, column, cell } : { ...FIRST, ...kept };
   const names = /** @type {(keyof typeof FIRST)[]} */ (Object.keys(all));
   return Object.fromEntries(names.filter((name) => now[name] !== FIRST[name]).map((name) => [name, FIRST[name]]));
-}
-
-/**
- * The product of a token with a matrix, or null if the matrix has none that the service shows.
- * @param {Pass} pass
- * @param {Architecture} architecture
- * @param {{ info: WeightInfo, part: Record<string, number>, row: number }} place
- * @param {AbortSignal} signal
- * @returns {Promise<Product | null>}
- */
-async function productOf(pass, architecture, { info, part, row }, signal) {
-  const inputsOf = (/** @type {string} */ name) => Array.from(pass.row(name, row) ?? []);
-  if (info.name === "unembed.W_U") {
-    const input = inputOf(pass);
-    const [{ logits }] = await Promise.all([pass.logits(row, signal), pass.read([input], [row], signal)]);
-    return {
-      ...{ at: LOGITS, input, inputs: inputsOf(input), offset: 0, inputOffset: 0, bias: null, normed: false },
-      results: pass.tokens.map(({ id }) => logits.values[id]),
-      explain: async (cell) =>
-        (await explainPrediction(pass, architecture, { row, id: pass.tokens[cell].id }, signal))[0],
-    };
-  }
-  const found = productWith(pass, architecture, info.name);
-  if (!found) return null;
-  const { at, input, kind } = found;
-  const [head = 0] = Object.values(part);
-  const place = placeOf(pass, architecture, { name: at, row, column: 0 });
-  const { heads, columns: width } = place.stage;
-  const names = [at, ...kind.needs(place).flatMap(({ stages }) => stages)];
-  const shift = kind.bias(place);
-  const ofHead = heads > 1 ? part : {};
-  const [bias] = await Promise.all([
-    shift ? readWeight(pass, { name: shift, part: ofHead }) : null,
-    pass.read(names, [row], signal),
-  ]);
-  const offset = heads > 1 ? head * width : 0;
-  const results = Array.from(kind.results(place));
-  const inputs = inputsOf(input);
-  return {
-    ...{ at, input, inputs, offset, bias: bias && bias.values },
-    results: results.slice(offset, offset + width),
-    inputOffset: heads > 1 ? 0 : head * info.shape[1],
-    normed: names.length > 2,
-    explain: (cell) => {
-      const column = offset + cell;
-      const of = placeOf(pass, architecture, { name: at, row, column });
-      return explainAs(kind, { ...of, served: results[column] }, signal);
-    },
-  };
-}
-
-/**
- * @param {string} at
- * @param {Architecture} architecture
- */
-function wordsOf(at, { gated }) {
-  const part = at.replace(/^blocks\.\d+\./, "");
-  return PRODUCTS[part === "mlp.pre" && gated ? "mlp.pre gated" : part];
-}
-
-/**
- * The indices of the largest numbers, the largest first: of the highest logits, or else those farthest from zero.
- * @param {number[]} numbers
- * @param {number} most
- * @param {string} at the stage of the numbers
- */
-function largest(numbers, most, at) {
-  const size = (/** @type {number} */ index) => (at === LOGITS ? numbers[index] : Math.abs(numbers[index]));
-  return [...numbers.keys()].sort((one, other) => size(other) - size(one)).slice(0, most);
 }
 
 /**
