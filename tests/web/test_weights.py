@@ -30,7 +30,19 @@ PRODUCT = """() => {
   return { input: numbers, output: results, bias: shifts, values: [...values], rows, columns, chosen, isPart };
 }"""
 CHECKED = "\N{CHECK MARK}"
+TIMES = "\N{MULTIPLICATION SIGN}"
 ROUNDING = 2**-8  # of bfloat16, relative
+MATRIX = re.compile(r"^blocks\.0\.(attn\.W_[QKVO]|mlp\.W_(gate|in|out))$")
+STAGES = {  # the product with each matrix; of two, the one that the network has
+    "attn.W_Q": ["attn.q"],
+    "attn.W_K": ["attn.k"],
+    "attn.W_V": ["attn.v"],
+    "attn.W_O": ["attn_out"],
+    "mlp.W_gate": ["mlp.router_logits", "mlp.pre"],
+    "mlp.W_in": ["mlp.pre_linear", "mlp.pre"],
+    "mlp.W_out": ["mlp_out"],
+}
+NORMS = {"attn.W_O": "ln1_post", "mlp.W_out": "ln2_post"}
 
 
 def transposed(values: list[list[float]]) -> list[list[float]]:
@@ -55,7 +67,7 @@ def state_of(page: "Page") -> dict[str, str]:
 
 def stage_rows(service: Running, position: int, **body: Any) -> dict[str, Any]:
     """Every stage that the service shows at a position: name → all numbers of it, one head after the other."""
-    answer = service.answer("/forward", **{"prompt": PROMPT, "stages": ["*"]} | body)
+    answer = service.answer("/forward", **{"prompt": PROMPT, "stages": ["*"], "detail": "values"} | body)
     rows = {}
     for stage in answer["stages"]:
         if "values" not in stage or "key" in stage["dims"] or stage["name"] == "loss":
@@ -72,17 +84,11 @@ def check_product(page: "Page", rows: dict[str, Any], name: str, head: int, roun
     values = np.array(shown["values"]).reshape(shown["rows"], shown["columns"])
     sums = values @ np.array(shown["input"]) + np.array(shown["bias"] or 0)
     sizes = np.abs(values) @ np.abs(np.array(shown["input"])) + np.abs(np.array(shown["bias"] or 0))
-    layer, part = re.sub(r"(blocks\.\d+\.)?(.*)", r"\1 \2", name).split(" ")
-    at = (
-        layer + AT[part]
-        if part in AT
-        else layer + ("mlp.router_logits" if layer + "mlp.router_logits" in rows else "mlp.pre")
-    )
-    if part == "mlp.W_in":
-        at = layer + ("mlp.pre_linear" if layer + "mlp.pre_linear" in rows else "mlp.pre")
-    results = rows[at]
-    if layer + f"{NORMS.get(part)}.scale" in rows:  # the product is what the norm divides
-        results = rows[layer + f"{NORMS[part]}.normalized"] * rows[layer + f"{NORMS[part]}.scale"]
+    layer, part = "blocks.0.", name.removeprefix("blocks.0.")
+    results = next(rows[layer + stage] for stage in STAGES[part] if layer + stage in rows)
+    norm = layer + NORMS.get(part, "none")
+    if f"{norm}.scale" in rows:  # the product is what the norm divides
+        results = rows[f"{norm}.normalized"] * rows[f"{norm}.scale"]
     count = shown["rows"]
     own = (
         results[head * count : (head + 1) * count] if part in ("attn.W_Q", "attn.W_K", "attn.W_V") else results[:count]
@@ -98,11 +104,6 @@ def check_product(page: "Page", rows: dict[str, Any], name: str, head: int, roun
     assert read_number(page.locator("weights-view cell-arithmetic output").inner_text()) == pytest.approx(
         own[shown["chosen"]], rel=SIGNIFICANT
     )
-
-
-AT = {"attn.W_Q": "attn.q", "attn.W_K": "attn.k", "attn.W_V": "attn.v", "attn.W_O": "attn_out", "mlp.W_out": "mlp_out"}
-NORMS = {"attn.W_O": "ln1_post", "mlp.W_out": "ln2_post"}
-MATRIX = re.compile(r"^blocks\.0\.(attn\.W_[QKVO]|mlp\.W_(gate|in|out))$")
 
 
 def matrices(service: Running, **model: str) -> list[tuple[str, int]]:
@@ -169,10 +170,10 @@ def test_the_product_with_the_unembedding_is_the_logits(page: "Page", bundled: R
 def test_the_sentence_names_the_token_the_layer_and_the_head(page: "Page", base: str) -> None:
     open_view(page, base, "weights", prompt=PROMPT, weight="blocks.3.attn.W_Q", head=5, position=0)
     said = page.locator("weights-view .answer").inner_text()
-    assert re.fullmatch("“Em.*” × W_Q = its query in L3 H5: what it looks for.", said), said
+    assert re.fullmatch(f"“Em.*” {TIMES} W_Q = its query in L3 H5: what it looks for.", said), said
     page.locator("token-strip [role=option]").last.click()
     wait_until_ready(page)
-    assert page.locator("weights-view .answer").inner_text().startswith(f"{quoted(' in')} × W_Q")
+    assert page.locator("weights-view .answer").inner_text().startswith(f"{quoted(' in')} {TIMES} W_Q")
 
 
 def test_a_token_and_a_number_are_chosen_with_the_keyboard(page: "Page", base: str) -> None:
@@ -200,8 +201,8 @@ def test_a_token_and_a_number_are_chosen_with_the_keyboard(page: "Page", base: s
 
 
 def numbers_of(said: str) -> list[float]:
-    """The numbers of “d_model 1: a × b = c; d_head 5: query d”."""
-    found = re.fullmatch(r"\w+ \d+: (\S+) × (\S+) = (\S+); \w+ \d+: \w+ (\S+)", said)
+    """The four numbers of a product, and of the result of its row."""
+    found = re.fullmatch(rf"\w+ \d+: (\S+) {TIMES} (\S+) = (\S+); \w+ \d+: \w+ (\S+)", said)
     assert found is not None, said
     return [read_number(each) for each in found.groups()]
 

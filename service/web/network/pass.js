@@ -118,7 +118,7 @@ export class Pass {
    * @param {AbortSignal} signal
    */
   static async withoutNumbers(body, model, signal) {
-    const asked = { ...body, stages: ["loss"], detail: "none", top_k: 1 };
+    const asked = { ...body, stages: ["loss"], positions: [-1], detail: "none", top_k: 1 };
     const answer = await cached("/forward", asked, signal);
     return new Pass(body, answer, stagesOf(model, answer.tokens.length));
   }
