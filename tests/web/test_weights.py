@@ -1,7 +1,10 @@
 """The view "Weights": its maps have the numbers of GET /weights, and its products those of POST /forward."""
 
 import re
+import struct
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -153,7 +156,7 @@ def test_products_of_worked_examples_add_up(page: "Page", bundled: Running, name
     example = WORKED_EXAMPLES[name]
     prompt = " ".join(example.vocabulary[token_id] for token_id in example.prompt_ids)
     open_view(page, str(bundled.client.base_url), "weights", model=name, prompt=prompt)
-    assert page.locator("matrix-product canvas").is_visible()
+    assert page.locator("matrix-product canvas").first.is_visible()
     assert CHECKED in page.locator("weights-view cell-arithmetic").inner_text()
 
 
@@ -178,7 +181,7 @@ def test_the_sentence_names_the_token_the_layer_and_the_head(page: "Page", base:
 
 def test_a_token_and_a_number_are_chosen_with_the_keyboard(page: "Page", base: str) -> None:
     open_view(page, base, "weights", prompt=PROMPT, cell=3)
-    page.locator("matrix-product canvas").focus()
+    page.locator("matrix-product canvas").first.focus()
     for _ in range(2):
         page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowRight")
@@ -210,7 +213,7 @@ def numbers_of(said: str) -> list[float]:
 def test_a_click_on_a_row_explains_its_result(page: "Page", base: str) -> None:
     open_view(page, base, "weights", prompt=PROMPT, weight="blocks.1.mlp.W_in")
     shown = page.evaluate(PRODUCT)
-    canvas = page.locator("matrix-product canvas")
+    canvas = page.locator("matrix-product canvas").first
     box = canvas.bounding_box()
     assert box is not None
     canvas.click(position={"x": box["width"] / 2, "y": box["height"] / 2})
@@ -285,12 +288,29 @@ def test_the_picture_of_a_product_moves_once_unless_motion_is_reduced(page: "Pag
     assert page.evaluate(name) == "compute"
 
 
+def test_the_saved_picture_has_the_result_beside_the_matrix(page: "Page", base: str, tmp_path: Path) -> None:
+    open_view(page, base, "weights", prompt=PROMPT)
+    widths = page.evaluate("[...document.querySelectorAll('matrix-product canvas')].map(({ width }) => width)")
+    assert all(widths)
+    assert len(widths) == 2
+    for kind in ("PNG", "SVG"):
+        with page.expect_download() as started:
+            page.get_by_role("button", name=f"{kind}: weights").click()
+        started.value.save_as(tmp_path / kind)
+    (width,) = struct.unpack(">I", (tmp_path / "PNG").read_bytes()[16:20])
+    assert width == sum(widths)
+    assert float(ElementTree.fromstring((tmp_path / "SVG").read_text()).attrib["width"]) == width
+
+
 def test_a_product_fits_on_a_phone(open_page: OpenPage, base: str) -> None:
     page = open_page(phone=True)
     open_view(page, base, "weights", prompt=PROMPT)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    scroll = page.locator("matrix-product > .scroll")
-    assert scroll.evaluate("(each) => each.scrollWidth > each.clientWidth")  # the strips scroll with the matrix
+    scroll = page.locator("matrix-product .scroll").first
+    assert scroll.evaluate("(each) => each.scrollWidth > each.clientWidth")  # the input scrolls with the matrix
+    box = page.locator("matrix-product canvas[aria-hidden]").bounding_box()  # the result stays in sight
+    assert box is not None
+    assert box["x"] + box["width"] <= 380
 
 
 def test_a_head_of_a_matrix_is_shown_on_its_side(page: "Page", bundled: Running, base: str) -> None:

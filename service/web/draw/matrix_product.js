@@ -19,8 +19,8 @@ import { cells, cut, widest } from "./heat_map.js";
  * @typedef {{ row: number | null, column: number | null }} Place
  * @typedef {{
  *   left: number, top: number, width: number, height: number, matrixTop: number, termsTop: number, right: number,
- *   bias: number, output: number, size: [width: number, height: number],
- * }} Layout
+ *   output: number, resultWidth: number, wholeWidth: number, wholeHeight: number,
+ * }} Layout `width` and `height`: of a cell; `output`: the left side of the result in the picture beside the matrix
  */
 
 const PERCENTILE = 0.99;
@@ -48,6 +48,35 @@ export function steadyScale(values) {
   return scaleOf(numbers.map((value) => Math.min(high, Math.max(-high, value))));
 }
 
+/**
+ * A canvas of a size in pixels of the page, to draw on.
+ * @param {HTMLCanvasElement} canvas
+ * @param {number} width
+ * @param {number} height
+ */
+function cleared(canvas, width, height) {
+  const ratio = devicePixelRatio || 1;
+  const [w, h] = [Math.ceil(width), Math.ceil(height)];
+  Object.assign(canvas, { width: w * ratio, height: h * ratio });
+  Object.assign(canvas.style, { width: `${w}px`, height: `${h}px` });
+  const context = context2d(canvas);
+  context.scale(ratio, ratio);
+  context.imageSmoothingEnabled = false;
+  context.textBaseline = "middle";
+  return context;
+}
+
+/**
+ * Where the row whose products are shown is drawn: a low row is enlarged.
+ * @param {number} row
+ * @param {number} top
+ * @param {number} height
+ */
+function lens(row, top, height) {
+  const tall = Math.max(height, LENS);
+  return [top + (row + 0.5) * height - tall / 2, tall];
+}
+
 /** @param {string} text */
 function textWidth(text) {
   const context = context2d(el("canvas"));
@@ -71,10 +100,12 @@ export class MatrixProduct extends HTMLElement {
   #data;
   /** @type {Place} the place under the pointer or the keyboard */
   #at = { row: null, column: null };
+  #pixels = el("canvas"); // a pixel for each weight
   #canvas = el("canvas", { tabindex: "0", role: "img" });
   #value = el("p", { class: "under-pointer", "aria-live": "polite" });
   #legend = el("p", { class: "legend" });
-  #box = el("div", { class: "scroll" }, this.#canvas);
+  #result = el("canvas", { "aria-hidden": "true" }); // beside the matrix, which may scroll
+  #box = el("div", { class: "beside-matrix" }, el("div", { class: "scroll" }, this.#canvas), this.#result);
   #table = dataTable(() => this.#tableOf());
   #redraw = () => this.#data && this.#draw();
 
@@ -94,8 +125,13 @@ export class MatrixProduct extends HTMLElement {
     return this.#data;
   }
 
-  get canvas() {
-    return this.#canvas;
+  /** The whole picture, for a download. */
+  picture() {
+    const [{ width, height }, { width: more }] = [this.#canvas, this.#result];
+    const whole = el("canvas", { width: width + more, height });
+    context2d(whole).drawImage(this.#canvas, 0, 0);
+    if (more > 0) context2d(whole).drawImage(this.#result, width, 0);
+    return whole;
   }
 
   get #isSmall() {
@@ -116,9 +152,12 @@ export class MatrixProduct extends HTMLElement {
 
   #build() {
     this.append(this.#value, this.#box, ...(this.#isSmall ? [] : [this.#legend, this.#table]));
-    this.#canvas.addEventListener("pointermove", (event) => this.#move(this.#placeAt(event)));
-    this.#canvas.addEventListener("pointerleave", () => this.#move({ row: null, column: null }));
-    this.#canvas.addEventListener("click", (event) => this.#choose(this.#placeAt(event)));
+    this.#result.hidden = this.#isSmall;
+    for (const canvas of [this.#canvas, this.#result]) {
+      canvas.addEventListener("pointermove", (event) => this.#move(this.#placeAt(event)));
+      canvas.addEventListener("pointerleave", () => this.#move({ row: null, column: null }));
+      canvas.addEventListener("click", (event) => this.#choose(this.#placeAt(event)));
+    }
     this.#canvas.addEventListener("keydown", (event) => this.#press(event));
   }
 
@@ -138,8 +177,9 @@ export class MatrixProduct extends HTMLElement {
     const { rows, columns, rowLabels, bias } = this.#data;
     const isSmall = this.#isSmall;
     const left = isSmall ? WORDS : 14 + widest(rowLabels);
-    const beside = isSmall ? 2 : GAP + (bias ? STRIP + BIAS : 0) + STRIP + NUMBER;
-    const room = (this.clientWidth || 700) - left - beside;
+    const output = GAP + (bias ? STRIP + BIAS : 0);
+    const resultWidth = isSmall ? 0 : output + STRIP + NUMBER;
+    const room = (this.clientWidth || 700) - left - resultWidth - 2;
     const width = Math.max(isSmall ? 0 : CELL.least, Math.min(CELL.most, room / columns));
     const tallest = rows > CELL.few ? CELL.tall : CELL.taller;
     const height = isSmall ? STRIP : Math.max(CELL.least, Math.min(tallest, TALLEST / rows));
@@ -147,22 +187,14 @@ export class MatrixProduct extends HTMLElement {
     const matrixTop = top + STRIP + (isSmall ? GAP : LINE);
     const termsTop = matrixTop + rows * height + (isSmall ? GAP : LINE + 4);
     const right = left + columns * width;
-    const biasLeft = right + GAP;
-    const output = biasLeft + (bias ? STRIP + BIAS : 0);
-    return {
-      ...{ left, top, width, height, matrixTop, termsTop, right, bias: biasLeft, output },
-      size: [
-        Math.ceil(Math.max(right + beside, isSmall ? 0 : left + textWidth(this.#data.inputName))),
-        Math.ceil(termsTop + STRIP + (isSmall ? GAP + LINE : 4)),
-      ],
-    };
+    const wholeWidth = Math.max(right + 2, isSmall ? 0 : left + textWidth(this.#data.inputName));
+    const wholeHeight = termsTop + STRIP + (isSmall ? GAP + LINE : 4);
+    return { left, top, width, height, matrixTop, termsTop, right, output, resultWidth, wholeWidth, wholeHeight };
   }
 
   #draw() {
-    const { size } = this.#layout;
-    const ratio = devicePixelRatio || 1;
-    [this.#canvas.width, this.#canvas.height] = size.map((each) => each * ratio);
-    Object.assign(this.#canvas.style, { width: `${size[0]}px`, height: `${size[1]}px` });
+    const { values, rows, columns, scale } = this.#data;
+    this.#pixels = cells(values, rows, columns, scale);
     this.#canvas.setAttribute("aria-label", this.#describe());
     this.#paint();
     this.#showLegend();
@@ -170,91 +202,117 @@ export class MatrixProduct extends HTMLElement {
   }
 
   #paint() {
-    const { values, rows, columns, input, output, bias, scale, inputScale, outputScale } = this.#data;
-    const { left, top, width, height, matrixTop, termsTop, right, bias: biasLeft, output: outputLeft } = this.#layout;
-    const context = context2d(this.#canvas);
-    const style = getComputedStyle(this);
-    const ratio = devicePixelRatio || 1;
-    context.setTransform(ratio, 0, 0, ratio, 0, 0);
-    context.clearRect(0, 0, this.#canvas.width, this.#canvas.height);
-    context.imageSmoothingEnabled = false;
-    context.drawImage(cells(input, 1, columns, inputScale), left, top, right - left, STRIP);
-    context.drawImage(cells(values, rows, columns, scale), left, matrixTop, right - left, rows * height);
-    if (!this.#isSmall) {
-      context.drawImage(cells(output, rows, 1, outputScale), outputLeft, matrixTop, STRIP, rows * height);
-      if (bias) context.drawImage(cells(bias, rows, 1, outputScale), biasLeft, matrixTop, STRIP, rows * height);
-    }
+    const layout = this.#layout;
     const row = this.#row;
     const terms = row === null ? [] : this.#termsOf(row);
-    if (row !== null)
-      context.drawImage(cells(terms, 1, columns, steadyScale(terms)), left, termsTop, right - left, STRIP);
-    context.font = this.#isSmall ? SMALL_FONT : FONT;
-    context.textBaseline = "middle";
-    context.fillStyle = style.color;
-    if (this.#isSmall) this.#drawWords(context);
-    else this.#drawLabels(context);
-    context.lineWidth = 2;
-    context.strokeStyle = style.color;
-    const { column } = this.#at;
-    if (column !== null) context.strokeRect(left + column * width - 1, top - 1, width + 2, termsTop + STRIP + 2 - top);
-    context.strokeStyle = context.fillStyle = style.getPropertyValue("--path");
-    if (row !== null) this.#drawResult(context, row, terms);
+    const context = cleared(this.#canvas, layout.wholeWidth, layout.wholeHeight);
+    this.#drawMatrix(context, layout, row, terms);
+    if (this.#isSmall) this.#drawWords(context, layout, row);
+    else {
+      this.#drawLabels(context, layout, row);
+      this.#drawResult(cleared(this.#result, layout.resultWidth, layout.wholeHeight), layout, row, terms);
+    }
     this.#say(row, terms);
   }
 
-  /** @param {CanvasRenderingContext2D} context */
-  #drawLabels(context) {
-    const { rows, columns, rowLabels, columnLabels, inputName, outputName, rowName, bias } = this.#data;
-    const { left, top, width, height, matrixTop, termsTop, bias: biasLeft, output } = this.#layout;
+  get #colours() {
+    const style = getComputedStyle(this);
+    return { text: style.color, chosen: style.getPropertyValue("--path") };
+  }
+
+  /**
+   * @param {CanvasRenderingContext2D} context
+   * @param {Layout} layout
+   * @param {number | null} row
+   * @param {number[]} terms
+   */
+  #drawMatrix(context, { left, top, width, height, matrixTop, termsTop, right }, row, terms) {
+    const { values, rows, columns, input, scale, inputScale } = this.#data;
+    const { text, chosen } = this.#colours;
+    const strip = (/** @type {HTMLCanvasElement} */ pixels, /** @type {number} */ y, /** @type {number} */ tall) =>
+      context.drawImage(pixels, left, y, right - left, tall);
+    strip(cells(input, 1, columns, inputScale), top, STRIP);
+    strip(this.#pixels, matrixTop, rows * height);
+    context.lineWidth = 2;
+    if (row !== null) {
+      strip(cells(terms, 1, columns, steadyScale(terms)), termsTop, STRIP);
+      const [y, tall] = lens(row, matrixTop, height);
+      strip(cells(values.slice(row * columns, (row + 1) * columns), 1, columns, scale), y, tall);
+      context.strokeStyle = chosen;
+      if (!this.#isSmall) context.strokeRect(left - 1, y - 1, right - left + 2, tall + 2);
+    }
+    const { column } = this.#at;
+    context.strokeStyle = text;
+    if (column !== null) context.strokeRect(left + column * width - 1, top - 1, width + 2, termsTop + STRIP + 2 - top);
+  }
+
+  /**
+   * @param {CanvasRenderingContext2D} context
+   * @param {Layout} layout
+   * @param {number | null} row
+   */
+  #drawLabels(context, { left, top, width, height, matrixTop, termsTop }, row) {
+    const { rows, columns, rowLabels, columnLabels, inputName, rowName } = this.#data;
+    context.font = FONT;
+    context.fillStyle = this.#colours.text;
     const every = (/** @type {number} */ size) => Math.max(1, Math.ceil(13 / size));
-    for (let row = 0; row < rows; row += every(height))
-      context.fillText(cut(rowLabels[row]), 2, matrixTop + (row + 0.5) * height, left - 6);
+    for (let index = 0; index < rows; index += every(height))
+      context.fillText(cut(rowLabels[index]), 2, matrixTop + (index + 0.5) * height, left - 6);
+    context.fillText(`${inputName} →`, left, top - LINE / 2);
+    if (row !== null) context.fillText(`${rowName} ${rowLabels[row]}: input × weight`, left, termsTop - LINE / 2 - 1);
     context.textAlign = "center";
     const longest = Math.max(...columnLabels.map(({ length }) => length));
     for (let column = 0; column < columns; column += Math.max(1, Math.ceil((7 * longest + 4) / width)))
       context.fillText(columnLabels[column], left + (column + 0.5) * width, matrixTop - LINE / 2);
-    if (bias) context.fillText("+ bias", biasLeft + STRIP / 2, matrixTop - LINE / 2);
-    context.textAlign = "left";
-    context.fillText(`${inputName} →`, left, top - LINE / 2);
-    context.fillText(`= ${outputName} ↓`, output, matrixTop - LINE / 2, STRIP + NUMBER);
-    if (this.#row !== null)
-      context.fillText(`${rowName} ${rowLabels[this.#row]}: input × weight`, left, termsTop - LINE / 2 - 1);
-  }
-
-  /** @param {CanvasRenderingContext2D} context */
-  #drawWords(context) {
-    const { top, matrixTop, termsTop } = this.#layout;
-    ["input", "× weight", "= product"].forEach((word, index) =>
-      context.fillText(word, 0, [top, matrixTop, termsTop][index] + STRIP / 2),
-    );
   }
 
   /**
-   * The row, its number of the result, and the sum of its products.
+   * The bias, the result, and the sum of the products of the row.
    * @param {CanvasRenderingContext2D} context
-   * @param {number} row
+   * @param {Layout} layout
+   * @param {number | null} row
    * @param {number[]} terms
    */
-  #drawResult(context, row, terms) {
-    const { values, columns, scale, output, outputScale, bias, isPart } = this.#data;
-    const { left, height, matrixTop, termsTop, right, output: outputLeft, size } = this.#layout;
-    const lens = Math.max(height, LENS);
-    const y = matrixTop + (row + 0.5) * height - lens / 2;
-    context.font = `bold ${this.#isSmall ? SMALL_FONT : FONT}`;
-    if (this.#isSmall) {
-      context.textAlign = "right";
-      context.fillText(`${this.#data.inputName} = ${number(output[row])}`, right, size[1] - LINE / 2);
-      context.textAlign = "left";
-      return;
+  #drawResult(context, { height, matrixTop, termsTop, output: left }, row, terms) {
+    const { rows, output, outputScale, outputName, bias, isPart } = this.#data;
+    const { text, chosen } = this.#colours;
+    context.drawImage(cells(output, rows, 1, outputScale), left, matrixTop, STRIP, rows * height);
+    context.font = FONT;
+    context.fillStyle = text;
+    context.fillText(`= ${outputName} ↓`, left, matrixTop - LINE / 2, STRIP + NUMBER);
+    if (bias) {
+      context.drawImage(cells(bias, rows, 1, outputScale), GAP, matrixTop, STRIP, rows * height);
+      context.fillText("+ bias", GAP / 2, matrixTop - LINE / 2);
     }
-    const weights = values.slice(row * columns, (row + 1) * columns);
-    context.drawImage(cells(weights, 1, columns, scale), left, y, right - left, lens);
-    context.drawImage(cells([output[row]], 1, 1, outputScale), outputLeft, y, STRIP, lens);
-    context.strokeRect(left - 1, y - 1, right - left + 2, lens + 2);
-    context.strokeRect(outputLeft - 1, y - 1, STRIP + 2, lens + 2);
-    context.fillText(number(output[row]), outputLeft + STRIP + 5, y + lens / 2);
+    if (row === null) return;
+    const [y, tall] = lens(row, matrixTop, height);
+    context.drawImage(cells([output[row]], 1, 1, outputScale), left, y, STRIP, tall);
+    context.lineWidth = 2;
+    context.strokeStyle = context.fillStyle = chosen;
+    context.strokeRect(left - 1, y - 1, STRIP + 2, tall + 2);
+    context.font = `bold ${FONT}`;
+    context.fillText(number(output[row]), left + STRIP + 5, y + tall / 2);
     const sum = number(terms.reduce((total, each) => total + each, 0));
-    context.fillText(isPart ? `here ${sum}` : `Σ ${sum}${bias ? " + bias" : ""}`, right + GAP, termsTop + STRIP / 2);
+    context.fillText(isPart ? `here ${sum}` : `Σ ${sum}${bias ? " + bias" : ""}`, GAP, termsTop + STRIP / 2);
+  }
+
+  /**
+   * The words of a small picture, and its result.
+   * @param {CanvasRenderingContext2D} context
+   * @param {Layout} layout
+   * @param {number | null} row
+   */
+  #drawWords(context, { top, matrixTop, termsTop, right, wholeHeight }, row) {
+    const { text, chosen } = this.#colours;
+    context.font = SMALL_FONT;
+    context.fillStyle = text;
+    ["input", "× weight", "= product"].forEach((word, index) =>
+      context.fillText(word, 0, [top, matrixTop, termsTop][index] + STRIP / 2),
+    );
+    context.font = `bold ${SMALL_FONT}`;
+    context.fillStyle = chosen;
+    context.textAlign = "right";
+    context.fillText(`${this.#data.inputName} = ${number(this.#data.output[row ?? 0])}`, right, wholeHeight - LINE / 2);
   }
 
   /**
@@ -276,13 +334,13 @@ export class MatrixProduct extends HTMLElement {
    * @param {MouseEvent} event
    * @returns {Place}
    */
-  #placeAt({ offsetX, offsetY }) {
+  #placeAt({ target, offsetX, offsetY }) {
     const { rows, columns } = this.#data;
-    const { left, width, height, matrixTop, right } = this.#layout;
+    const { left, width, height, matrixTop } = this.#layout;
     const within = (/** @type {number} */ index, /** @type {number} */ size) =>
       index >= 0 && index < size ? index : null;
     const row = within(Math.floor((offsetY - matrixTop) / height), rows);
-    const column = offsetX > right ? null : within(Math.floor((offsetX - left) / width), columns);
+    const column = target === this.#result ? null : within(Math.floor((offsetX - left) / width), columns);
     return { row, column };
   }
 

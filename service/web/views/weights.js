@@ -372,9 +372,8 @@ export default class Weights extends View {
  */
 function staleOf(before, now) {
   if (!isOther(before, now)) return {};
-  const { position, row, column, cell, ...kept } = FIRST;
-  const all = before?.model === now.model ? { position, row, column, cell } : { ...FIRST, ...kept };
-  const names = /** @type {(keyof typeof FIRST)[]} */ (Object.keys(all));
+  const all = /** @type {(keyof typeof FIRST)[]} */ (Object.keys(FIRST));
+  const names = before?.model === now.model ? all.filter((name) => !["weight", "head"].includes(name)) : all;
   return Object.fromEntries(names.filter((name) => now[name] !== FIRST[name]).map((name) => [name, FIRST[name]]));
 }
 
