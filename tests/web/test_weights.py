@@ -352,6 +352,14 @@ def test_the_row_of_the_chosen_token_is_framed(page: "Page", base: str) -> None:
     assert tops[0] < tops[1]
 
 
+def test_a_gain_asks_for_no_token(page: "Page", base: str) -> None:
+    open_view(page, base, "weights", prompt=PROMPT, weight="blocks.1.ln2.w")
+    assert page.locator("weights-view token-strip").is_hidden()
+    page.get_by_role("combobox", name="Weight").select_option("blocks.1.mlp.W_in")
+    wait_until_ready(page)
+    assert page.locator("weights-view token-strip").is_visible()
+
+
 def test_a_large_matrix_is_shown_in_parts(page: "Page", bundled: Running, base: str) -> None:
     open_view(page, base, "weights", prompt=PROMPT, weight="blocks.0.mlp.W_out")
     page.get_by_role("combobox", name="Inputs").select_option("512 to 671")

@@ -42,6 +42,7 @@ export default class Weights extends View {
 
   #controls = el("p", { class: "row" });
   #tokens = el("token-strip");
+  #choice = el("div", { class: "row" }, el("span", { class: "faint" }, "Token"), this.#tokens);
   #meaning = el("p", { class: "answer" });
   #show = el("button", { type: "button", class: "small" }, "Show the product in the network");
   #facts = el("p", { class: "faint" });
@@ -56,6 +57,8 @@ export default class Weights extends View {
   #request = null;
   /** @type {{ key: string, served: Model | null, pass: Pass } | null} */
   #kept = null;
+  /** @type {{ path: string, served: Model | null, answer: WeightAnswer } | null} the part that was read last */
+  #part = null;
   /** @type {Axis | null} of the numbers of the product */
   #outputs = null;
 
@@ -63,7 +66,7 @@ export default class Weights extends View {
     const picture = el("div", {}, this.#map, this.#product, this.#facts);
     this.append(
       this.#controls,
-      el("div", { class: "row" }, el("span", { class: "faint" }, "Token"), this.#tokens),
+      this.#choice,
       el("div", { class: "row" }, this.#meaning, this.#show),
       el("div", { class: "product-stage" }, picture, this.#aside),
     );
@@ -97,14 +100,14 @@ export default class Weights extends View {
     const headDim = info.dims.length > 2 ? info.dims.find((dim) => HEADS.includes(dim)) : undefined;
     const head = headDim ? readIndex(state.head, "head", info.shape[0]) : 0;
     const axes = axesOf(info, headDim, [state.row, state.column], state.cell, pass.tokens);
-    const [, columns] = axes;
+    const [rows, columns] = axes;
     if (headDim) query.set(headDim, String(head));
     for (const axis of axes) if (axis.dim) query.set(axis.dim, axis.part);
     const path = /** @type {"/weights/"} */ (`/weights/${info.name}?${query}`);
     this.#request = { path: `/weights/${info.name}`, body: null, query: Object.fromEntries(query) };
     const part = headDim ? { [headDim]: head } : {};
     const [answer, product] = await Promise.all([
-      getJson(path, signal),
+      this.#read(path, signal),
       productOf(pass, this.#architecture, { info, part, row }, signal),
     ]);
     const numbers = /** @type {number[]} */ (answer.values.flat(Infinity));
@@ -114,6 +117,7 @@ export default class Weights extends View {
     this.#outputs = columns;
     this.#showTokens(pass.tokens, row);
     this.#showControls(infos, info, headDim ? { size: info.shape[0], head } : null, axes, product !== null);
+    this.#choice.hidden = product === null && !rowsAreTokens(rows);
     this.#map.hidden = product !== null;
     this.#product.hidden = this.#aside.hidden = product === null;
     const token = pass.tokens[row];
@@ -154,6 +158,18 @@ export default class Weights extends View {
       : await Pass.withoutNumbers(body, this.model, signal);
     this.#kept = { key, served, pass };
     return pass;
+  }
+
+  /**
+   * A part of a weight. Another token is multiplied by the same one.
+   * @param {"/weights/"} path
+   * @param {AbortSignal} signal
+   */
+  async #read(path, signal) {
+    const served = this.context.service.model;
+    if (this.#part?.path !== path || this.#part.served !== served)
+      this.#part = { path, served, answer: await getJson(path, signal) };
+    return this.#part.answer;
   }
 
   /**
@@ -275,7 +291,7 @@ export default class Weights extends View {
    * @param {number} row
    */
   #showMap(name, numbers, [rows, columns], row) {
-    const hasTokens = ["d_vocab", "position"].includes(rows.dim);
+    const hasTokens = rowsAreTokens(rows);
     // Wide pictures fit on a screen, so a tall matrix lies on its side.
     const isTall = rows.labels.length > columns.labels.length && !hasTokens;
     const [down, across] = isTall ? [columns, rows] : [rows, columns];
@@ -388,6 +404,9 @@ function transposed(numbers, rows, columns) {
     (_, index) => numbers[(index % rows) * columns + Math.floor(index / rows)],
   );
 }
+
+/** Whether each row belongs to a token of the prompt. @param {Axis} rows */
+const rowsAreTokens = ({ dim }) => ["d_vocab", "position"].includes(dim);
 
 /** @param {Axis} axis */
 function nameOf({ dim }) {
