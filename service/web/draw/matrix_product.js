@@ -86,8 +86,8 @@ function textWidth(text) {
 
 /**
  * <matrix-product>. Set `data`, which draws it:
- * - `values`: the weights in row order, `rows` × `columns`: a row for each number of the result, a column for each one of
- *   the input
+ * - `values`: the weights in row order, `rows` × `columns`: a row for each number of the result, and a column for each
+ *   number of the input
  * - `input`, `output`: the numbers above the columns and beside the rows, with names; `bias`: what is added, or null
  * - `isPart`: whether there are more inputs than these, so that the products of a row do not add up to its result
  * - `hint`: what is said while nothing is under the pointer or the keyboard

@@ -36,9 +36,9 @@ const PRODUCTS = /** @type {Record<string, [subject: string, word: string, meani
   "attn.k": ["{token}", "key", "its key in {place}: what it offers"],
   "attn.v": ["{token}", "value", "its value in {place}: what it passes on"],
   attn_out: ["What the heads gathered for {token}", "output", "what attention adds to its residual stream in {place}"],
-  "mlp.pre": ["{token}", "input", "the input of each neuron in {place}"],
+  "mlp.pre": ["{token}", "neuron input", "the input of each neuron in {place}"],
   "mlp.pre gated": ["{token}", "gate", "the gate of each neuron in {place}: which ones are open"],
-  "mlp.pre_linear": ["{token}", "input", "the input of each neuron in {place}"],
+  "mlp.pre_linear": ["{token}", "neuron input", "the input of each neuron in {place}"],
   "mlp.router_logits": ["{token}", "score", "the score of each expert in {place}: which ones are chosen"],
   mlp_out: ["The neurons of {token}", "output", "what {place} adds to its residual stream"],
   predictions: [
