@@ -382,7 +382,7 @@ export class MatrixProduct extends HTMLElement {
   #describe() {
     const { rows, columns, rowName, columnName, valueName, inputName, outputName } = this.#data;
     return (
-      `${inputName} × ${valueName} = ${outputName}: ${rows} rows (${rowName}) and ${columns} columns (${columnName}). ` +
+      `${inputName} × ${valueName} = ${outputName}: ${rows} rows (${rowName}), ${columns} columns (${columnName}). ` +
       "Use the arrow keys to read products."
     );
   }

@@ -35,8 +35,8 @@ export default class Weights extends View {
   static showsWorkedExamples = true;
   /**
    * `weight`: "" is the first matrix of a layer. `head`: of one that has heads. `row` and `column`: where to begin.
-   * `position`: of the token that is multiplied; "" is the last one. `cell`: a number of the product, of one head; "" is
-   * the largest one.
+   * `position`: of the token that is multiplied; "" is the last one. `cell`: a number of the product, of one head; ""
+   * is the largest one.
    */
   static params = FIRST;
 

@@ -14,8 +14,8 @@ import { numOf, siblingOf, slackOf, sumOfProducts } from "./explanation.js";
  * @typedef {Pick<Place, "pass" | "architecture" | "layer">} Where
  * @typedef {Kind & {
  *   input: (place: Where) => string, weight: (place: Where) => string, bias: (place: Where) => string | null,
- *   isKnown: (place: Where) => boolean, weights: (place: Place) => WeightPart[], explain: (place: Place) => Explanation,
- *   results: (place: Place) => Numbers | number[],
+ *   isKnown: (place: Where) => boolean, weights: (place: Place) => WeightPart[],
+ *   explain: (place: Place) => Explanation, results: (place: Place) => Numbers | number[],
  * }} ProductKind `input`, `weight` and `bias`: the names of the stage and of the weights; `results`: what the service
  *   computed for all columns
  */
