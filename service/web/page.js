@@ -51,7 +51,7 @@ export const VIEWS = [
   {
     name: "weights",
     label: "Weights",
-    intro: "The matrices that the network multiplies by. Each number was learned.",
+    intro: "The matrices that the network multiplies by, and what each of them does to a token.",
   },
   {
     name: "attention",

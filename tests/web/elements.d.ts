@@ -3,6 +3,7 @@
 import type { AttentionArcs } from "../../service/web/draw/arcs.js";
 import type { CellGrid } from "../../service/web/draw/cell_grid.js";
 import type { HeatMap } from "../../service/web/draw/heat_map.js";
+import type { MatrixProduct } from "../../service/web/draw/matrix_product.js";
 import type { PatternGrid } from "../../service/web/draw/pattern_grid.js";
 import type { TokenStrip } from "../../service/web/draw/token_strip.js";
 import type { AttentionHead } from "../../service/web/views/attention_head.js";
@@ -63,6 +64,7 @@ declare global {
       { layer: { layer: string }; stage: { name: string }; head: { head: string }; position: { position: number } }
     >;
     "heat-map": Emits<HeatMap, { cell: Cell | null; choose: Cell }>;
+    "matrix-product": Emits<MatrixProduct, { choose: { row: number } }>;
     "network-canvas": Emits<NetworkCanvas, { choose: { spot: Spot }; point: { spot: Spot | null }; settle: null }>;
     "next-tokens": Emits<NextTokens, { position: { position: number } }>;
     "pattern-grid": Emits<PatternGrid, { choose: Head; point: Head | null; visible: number[] }>;

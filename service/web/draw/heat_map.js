@@ -327,7 +327,7 @@ function enclose({ style }, left, top, width, height) {
 }
 
 /** @param {string} text */
-function cut(text) {
+export function cut(text) {
   return text.length > 14 ? `${text.slice(0, 13)}…` : text;
 }
 
@@ -335,7 +335,7 @@ function cut(text) {
  * The width in pixels of the longest label.
  * @param {string[]} labels
  */
-function widest(labels) {
+export function widest(labels) {
   const context = context2d(el("canvas"));
   context.font = FONT;
   return labels.reduce((width, label) => Math.max(width, context.measureText(cut(label)).width), LABEL_PIXELS);

@@ -112,6 +112,18 @@ export class Pass {
   }
 
   /**
+   * A pass of the served model without any numbers: they are read as they are asked for.
+   * @param {Body} body
+   * @param {Model} model
+   * @param {AbortSignal} signal
+   */
+  static async withoutNumbers(body, model, signal) {
+    const asked = { ...body, stages: ["loss"], positions: [-1], detail: "none", top_k: 1 };
+    const answer = await cached("/forward", asked, signal);
+    return new Pass(body, answer, stagesOf(model, answer.tokens.length));
+  }
+
+  /**
    * Read what the first picture shows around a position, unless it is here: its predictions are then here, too.
    * @param {number} middle
    * @param {AbortSignal} signal

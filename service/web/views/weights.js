@@ -1,72 +1,80 @@
-// The view "Weights": the matrices that the network multiplies by, as heat maps with their numbers.
+// The view "Weights": the matrices that the network multiplies by, and what they do to a token of the prompt.
 
 import { getJson } from "../api.js";
+import { architectureOf, isWorkedExample } from "../articles.js";
 import { el, labelled, select } from "../dom.js";
-import { scaleOf } from "../draw/colours.js";
+import { barTable } from "../draw/bars.js";
 import "../draw/heat_map.js";
-import { count, shown } from "../format.js";
+import { steadyScale } from "../draw/matrix_product.js";
+import "../draw/token_strip.js";
+import { count, number, quoted, shown } from "../format.js";
 import { readIndex } from "../indices.js";
-import { cached } from "../passes.js";
+import "../network/cell_arithmetic.js";
+import { Pass } from "../network/pass.js";
+import { describe } from "../stages.js";
 import { View } from "../view.js";
-import { isOther } from "./positions.js";
+import { isOther, readPosition } from "./positions.js";
+import { LOGITS, largest, meaningOf, productOf, wordOf } from "./token_product.js";
 
 /**
- * @import { PositionedToken, WeightAnswer, WeightInfo } from "../answers.js"
+ * @import { Model, PositionedToken, WeightAnswer, WeightInfo } from "../answers.js"
+ * @import { Explained } from "../network/arithmetic/explanation.js"
  * @import { ViewRequest, ViewState } from "../view.js"
+ * @import { Product } from "./token_product.js"
  * @typedef {ViewState & typeof Weights.params} State
- * @typedef {{ dim: string, size: number, start: number, part: string, labels: string[] }} Axis a part of a dim, as
- *   GET /weights names it; of the vocabulary, the tokens of the prompt
+ * @typedef {{
+ *   dim: string, size: number, start: number, part: string, labels: string[], tokens: PositionedToken[],
+ * }} Axis a part of a dim, as GET /weights names it; of the vocabulary, the `tokens` of the prompt
  */
 
-const PERCENTILE = 0.99;
 const PART = 256; // rows or columns that are shown at once
-const FIRST = { weight: "", head: "0", row: "0", column: "0" };
+const LARGEST = 5; // numbers of the result that are listed
+const FIRST = { weight: "", head: "0", row: "0", column: "0", position: "", cell: "" };
 const HEADS = ["head", "kv_head"];
-/** The names of weights → what they do, and the stage that is their product. @type {[RegExp, string, string][]} */
-const MEANINGS = [
-  [
-    /^embed\.W_E$/,
-    "A vector for each token, with which its residual stream begins. These are the prompt's tokens.",
-    "embed",
-  ],
-  [/^pos_embed\.W_pos$/, "A vector for each position, which is added to that of the token.", "pos_embed"],
-  [/attn\.W_Q$/, "What the layer reads × W_Q = the query of a token: what it looks for.", "attn.q"],
-  [/attn\.W_K$/, "What the layer reads × W_K = the key of a token: what it offers.", "attn.k"],
-  [/attn\.W_V$/, "What the layer reads × W_V = the value of a token: what it passes on.", "attn.v"],
-  [/attn\.W_O$/, "What a head has gathered × W_O = what it adds to the residual stream.", "attn_out"],
-  [
-    /mlp\.W_gate$/,
-    "What the layer reads × W_gate decides which neurons are open, or which experts are chosen.",
-    "mlp.pre",
-  ],
-  [/mlp\.W_in$/, "What the layer reads × W_in = the input of each neuron.", "mlp.pre"],
-  [/mlp\.W_out$/, "The neurons × W_out = what the feed-forward network adds to the residual stream.", "mlp_out"],
-  [/W_in$|W_gate$|W_out$/, "A matrix of one expert.", "mlp_out"],
-  [
-    /^unembed\.W_U$/,
-    "A vector for each token: the last vector × this one = its logit. These are the prompt's tokens.",
-    "predictions",
-  ],
-  [/\.w$/, "The gain of a norm, by which each normalized number is multiplied.", ""],
-  [/\.b(_\w+)?$/, "A bias: numbers that are added.", ""],
-];
-
 export default class Weights extends View {
   static showsWorkedExamples = true;
-  /** `weight`: "" is the first matrix of a layer. `head`: of one that has heads. `row` and `column`: where to begin. */
+  /**
+   * `weight`: "" is the first matrix of a layer. `head`: of one that has heads. `row` and `column`: where to begin.
+   * `position`: of the token that is multiplied; "" is the last one. `cell`: a number of the product, of one head; ""
+   * is the largest one.
+   */
   static params = FIRST;
 
   #controls = el("p", { class: "row" });
+  #tokens = el("token-strip");
+  #choice = el("div", { class: "row" }, el("span", { class: "faint" }, "Token"), this.#tokens);
   #meaning = el("p", { class: "answer" });
+  #show = el("button", { type: "button", class: "small" }, "Show the product in the network");
   #facts = el("p", { class: "faint" });
   #map = el("heat-map");
+  #product = el("matrix-product");
+  #cell = el("cell-arithmetic");
+  #largest = el("div", { class: "card" });
+  #aside = el("div", {}, this.#largest, this.#cell);
   /** @type {State | null} */
   #state = null;
   /** @type {ViewRequest | null} */
   #request = null;
+  /** @type {{ key: string, served: Model | null, pass: Pass } | null} */
+  #kept = null;
+  /** @type {{ path: string, served: Model | null, answer: WeightAnswer } | null} the part that was read last */
+  #part = null;
+  /** @type {Axis | null} of the numbers of the product */
+  #outputs = null;
 
   build() {
-    this.append(this.#controls, el("div", { class: "row" }, this.#meaning, this.#facts), this.#map);
+    const picture = el("div", {}, this.#map, this.#product, this.#facts);
+    this.append(
+      this.#controls,
+      this.#choice,
+      el("div", { class: "row" }, this.#meaning, this.#show),
+      el("div", { class: "product-stage" }, picture, this.#aside),
+    );
+    this.#tokens.addEventListener("choose", ({ detail }) => this.context.navigate({ position: String(detail.index) }));
+    this.#product.addEventListener("choose", ({ detail: { row } }) => this.#choose((this.#outputs?.start ?? 0) + row));
+    this.#cell.addEventListener("go", ({ detail: { stage: at, row, column } }) =>
+      this.context.navigate({ view: "network", at, position: String(row), cell: String(column) }),
+    );
   }
 
   /**
@@ -75,31 +83,50 @@ export default class Weights extends View {
    * @returns {Promise<void>}
    */
   async update(state, signal) {
-    const isStale =
-      isOther(this.#state, state) &&
-      Object.entries(FIRST).some(([name, value]) => state[/** @type {keyof typeof FIRST} */ (name)] !== value);
+    const stale = staleOf(this.#state, state);
     this.#state = state;
-    if (isStale) return this.context.navigate(FIRST, { replace: true });
+    if (Object.keys(stale).length > 0) return this.context.navigate(stale, { replace: true });
     /** @type {Record<string, string>} */
     const named = state.model ? { model: state.model } : {};
     const query = new URLSearchParams(named);
-    const { weights: infos } = await getJson(/** @type {"/weights"} */ (`/weights?${query}`), signal);
+    const [{ weights: infos }, pass] = await Promise.all([
+      getJson(/** @type {"/weights"} */ (`/weights?${query}`), signal),
+      this.#passOf(state, signal),
+    ]);
     const first = infos.find(({ name }) => name.endsWith("attn.W_Q")) ?? infos[0];
     const info = state.weight === "" ? first : infos.find(({ name }) => name === state.weight);
     if (!info) throw new Error(`weight: there is no weight “${state.weight}” in this network.`);
-    const body = { ...named, prompt: state.prompt, stages: ["loss"], detail: "none", top_k: 1 };
-    const { tokens } = info.dims.includes("d_vocab") ? await cached("/forward", body, signal) : { tokens: [] };
+    const row = state.position === "" ? pass.tokens.length - 1 : readPosition(state.position, pass.tokens.length);
     const headDim = info.dims.length > 2 ? info.dims.find((dim) => HEADS.includes(dim)) : undefined;
     const head = headDim ? readIndex(state.head, "head", info.shape[0]) : 0;
-    const [rows, columns] = axesOf(info, headDim, [state.row, state.column], tokens);
+    const axes = axesOf(info, headDim, [state.row, state.column], state.cell, pass.tokens);
+    const [rows, columns] = axes;
     if (headDim) query.set(headDim, String(head));
-    for (const axis of [rows, columns]) if (axis.dim) query.set(axis.dim, axis.part);
+    for (const axis of axes) if (axis.dim) query.set(axis.dim, axis.part);
     const path = /** @type {"/weights/"} */ (`/weights/${info.name}?${query}`);
     this.#request = { path: `/weights/${info.name}`, body: null, query: Object.fromEntries(query) };
-    const answer = await getJson(path, signal);
-    this.#showControls(infos, info, headDim ? { size: info.shape[0], head } : null, rows, columns);
-    this.#showMap(answer, rows, columns);
-    this.#showMeaning(info, answer);
+    const part = headDim ? { [headDim]: head } : {};
+    const [answer, product] = await Promise.all([
+      this.#read(path, signal),
+      productOf(pass, this.#architecture, { info, part, row }, signal),
+    ]);
+    const numbers = /** @type {number[]} */ (answer.values.flat(Infinity));
+    const cell = product && this.#cellOf(product, columns);
+    const explained = product && cell !== null ? await product.explain(cell) : null;
+    if (signal.aborted) return undefined;
+    this.#outputs = columns;
+    this.#showTokens(pass.tokens, row);
+    this.#showControls(infos, info, headDim ? { size: info.shape[0], head } : null, axes, product !== null);
+    this.#choice.hidden = product === null && !rowsAreTokens(rows);
+    this.#map.hidden = product !== null;
+    this.#product.hidden = this.#aside.hidden = product === null;
+    const token = pass.tokens[row];
+    if (product && cell !== null && explained) {
+      const word = wordOf(product.at, this.#architecture);
+      this.#showProduct(answer.name, numbers, product, axes, { cell, word, token });
+      this.#showCell(explained, product, columns, { cell, word });
+    } else this.#showMap(answer.name, numbers, axes, row);
+    this.#showMeaning(info, answer, product, { token, head, cell, axes });
     return undefined;
   }
 
@@ -108,21 +135,88 @@ export default class Weights extends View {
   }
 
   pictures() {
-    return [{ name: "weights", element: this.#map }];
+    return [{ name: "weights", element: this.#product.hidden ? this.#map : this.#product }];
+  }
+
+  get #architecture() {
+    return architectureOf(this.context.service, /** @type {State} */ (this.#state).model);
+  }
+
+  /**
+   * The tokens of the prompt. Numbers are read as they are needed, but of a worked example at once.
+   * @param {State} state
+   * @param {AbortSignal} signal
+   */
+  async #passOf({ model, prompt }, signal) {
+    const { service } = this.context;
+    const body = { ...(model && { model }), prompt };
+    const key = JSON.stringify(body);
+    const served = service.model;
+    if (this.#kept?.key === key && this.#kept.served === served) return this.#kept.pass;
+    const pass = isWorkedExample(service, model)
+      ? await Pass.ofExample(body, signal)
+      : await Pass.withoutNumbers(body, this.model, signal);
+    this.#kept = { key, served, pass };
+    return pass;
+  }
+
+  /**
+   * A part of a weight. Another token is multiplied by the same one.
+   * @param {"/weights/"} path
+   * @param {AbortSignal} signal
+   */
+  async #read(path, signal) {
+    const served = this.context.service.model;
+    if (this.#part?.path !== path || this.#part.served !== served)
+      this.#part = { path, served, answer: await getJson(path, signal) };
+    return this.#part.answer;
+  }
+
+  /**
+   * The number of the product that is explained: that of the address, or the largest one in sight.
+   * @param {Product} product
+   * @param {Axis} outputs
+   */
+  #cellOf({ at, results }, { start, labels }) {
+    const { cell } = /** @type {State} */ (this.#state);
+    if (cell !== "") return readIndex(cell, "cell", results.length);
+    return start + largest(results.slice(start, start + labels.length), 1, at)[0];
+  }
+
+  /** @param {number} cell */
+  #choose(cell) {
+    return this.context.navigate({ cell: String(cell) });
+  }
+
+  /**
+   * @param {PositionedToken[]} tokens
+   * @param {number} row
+   */
+  #showTokens(tokens, row) {
+    const texts = JSON.stringify(tokens);
+    if (this.#tokens.dataset.tokens !== texts) {
+      this.#tokens.dataset.tokens = texts;
+      this.#tokens.reset("The token that is multiplied");
+      for (const token of tokens) this.#tokens.add({ token, share: 0, said: `position ${token.position}` });
+    }
+    this.#tokens.mark(row);
   }
 
   /**
    * @param {WeightInfo[]} infos
    * @param {WeightInfo} info
    * @param {{ size: number, head: number } | null} heads
-   * @param {Axis} rows
-   * @param {Axis} columns
+   * @param {Axis[]} axes
+   * @param {boolean} isProduct
    */
-  #showControls(infos, info, heads, rows, columns) {
+  #showControls(infos, info, heads, [rows, columns], isProduct) {
     const go =
       (/** @type {string} */ name) =>
-      (/** @type {{ target: { value: string } }} */ { target }) =>
-        this.context.navigate({ ...(name === "weight" && FIRST), [name]: target.value });
+      (/** @type {{ target: { value: string } }} */ { target }) => {
+        const { position } = /** @type {State} */ (this.#state);
+        const reset = name === "weight" ? { ...FIRST, position } : name === "column" ? { cell: "" } : {};
+        return this.context.navigate({ ...reset, [name]: target.value });
+      };
     const layers = [...new Set(infos.map(({ name }) => layerOf(name)))];
     const ofLayer = infos.filter(({ name }) => layerOf(name) === layerOf(info.name));
     const within = (/** @type {string} */ name) => name.replace(/^blocks\.\d+\./, "");
@@ -150,50 +244,56 @@ export default class Weights extends View {
     ];
     if (heads)
       parts.push(labelled("Head", select({ onchange: go("head") }, [...Array(heads.size).keys()], heads.head)));
-    for (const [name, axis] of /** @type {[string, Axis][]} */ ([
-      ["row", rows],
-      ["column", columns],
+    const [ofRows, ofColumns] = isProduct ? ["Inputs", "Results"] : ["Rows", "Columns"];
+    for (const [name, label, axis] of /** @type {[string, string, Axis][]} */ ([
+      ["row", ofRows, rows],
+      ["column", ofColumns, columns],
     ]))
-      if (axis.size > PART)
-        parts.push(
-          labelled(name === "row" ? "Rows" : "Columns", select({ onchange: go(name) }, partsOf(axis), axis.start)),
-        );
+      if (axis.size > PART) parts.push(labelled(label, select({ onchange: go(name) }, partsOf(axis), axis.start)));
     this.#controls.replaceChildren(...parts);
   }
 
   /**
+   * What the weight does to the token, and where that is in the network.
    * @param {WeightInfo} info
    * @param {WeightAnswer} answer
+   * @param {Product | null} product
+   * @param {{ token: PositionedToken, head: number, cell: number | null, axes: Axis[] }} place
    */
-  #showMeaning({ name, dims, shape, quantization, num_parameters, tied_to }, { dtype }) {
-    const [, meaning, part] = MEANINGS.find(([pattern]) => pattern.test(name)) ?? [/./, "", ""];
-    const layer = /^blocks\.\d+\./.exec(name)?.[0] ?? "";
-    const at = part === "predictions" || part === "" ? part : `${layer}${part}`;
-    const show = el(
-      "button",
-      { type: "button", class: "small", onclick: () => this.context.navigate({ view: "network", at }) },
-      "Show the product in the network",
-    );
-    this.#meaning.replaceChildren(meaning, " ", ...(at ? [show] : []));
+  #showMeaning({ name, dims, shape, quantization, num_parameters, tied_to }, { dtype }, product, place) {
+    const { token, head, cell, axes } = place;
+    const architecture = this.#architecture;
+    const embedding = { "embed.W_E": "embed", "pos_embed.W_pos": "pos_embed" }[name] ?? "";
+    const at = product?.at ?? (/\.experts\./.test(name) ? `blocks.${layerOf(name)}.mlp_out` : embedding);
+    const queriesPerKey = /attn\.[kv]$/.test(at) ? architecture.num_heads / architecture.num_kv_heads : 1;
+    const column = product && cell !== null && (at === LOGITS ? axes[1].tokens[cell].id : product.offset + cell);
+    const changes = {
+      ...{ view: "network", at, position: String(token.position) },
+      ...(dims.length > 2 && { head: String(head * queriesPerKey) }),
+      ...(typeof column === "number" && { cell: String(column) }),
+    };
+    this.#meaning.textContent = meaningOf(name, product, { token, head, architecture });
+    this.#show.hidden = at === "";
+    this.#show.onclick = () => this.context.navigate(changes);
+    const { rowName, columnName } = product ? this.#product.data : this.#map.data;
     this.#facts.textContent =
       `${name}: ${shape.map((size, axis) => `${count(size)} ${dims[axis]}`).join(" × ")}, ` +
       `${count(num_parameters)} numbers, ${quantization ? `stored as ${quantization}, ` : ""}${dtype}` +
       `${tied_to ? `; the same numbers as ${tied_to}` : ""}. ` +
-      `In the picture, a row is one ${this.#map.data.rowName}, and a column one ${this.#map.data.columnName}.`;
+      `In the picture, a row is one ${rowName}, and a column one ${columnName}.`;
   }
 
   /**
-   * @param {WeightAnswer} answer
-   * @param {Axis} rows
-   * @param {Axis} columns
+   * A weight that no vector is multiplied by. The row of the token is framed.
+   * @param {string} name
+   * @param {number[]} numbers
+   * @param {Axis[]} axes
+   * @param {number} row
    */
-  #showMap({ name, values }, rows, columns) {
-    const numbers = /** @type {number[]} */ (values.flat(Infinity));
-    // A high percentile of the sizes has the strongest colour, so that a few large numbers do not make all others pale.
-    const sizes = numbers.map(Math.abs).sort((a, b) => a - b);
-    const high = sizes[Math.floor(PERCENTILE * (sizes.length - 1))];
+  #showMap(name, numbers, [rows, columns], row) {
+    const hasTokens = rowsAreTokens(rows);
     // Wide pictures fit on a screen, so a tall matrix lies on its side.
-    const isTall = rows.labels.length > columns.labels.length;
+    const isTall = rows.labels.length > columns.labels.length && !hasTokens;
     const [down, across] = isTall ? [columns, rows] : [rows, columns];
     this.#map.data = {
       values: isTall ? transposed(numbers, rows.labels.length, columns.labels.length) : numbers,
@@ -204,9 +304,93 @@ export default class Weights extends View {
       rowName: nameOf(down),
       columnName: nameOf(across),
       valueName: name,
-      scale: scaleOf(numbers.map((value) => Math.min(high, Math.max(-high, value)))),
+      scale: steadyScale(numbers),
+    };
+    const framed = row - rows.start;
+    this.#map.framedRow = hasTokens && framed >= 0 && framed < rows.labels.length ? framed : null;
+  }
+
+  /**
+   * @param {string} name
+   * @param {number[]} numbers
+   * @param {Product} product
+   * @param {Axis[]} axes
+   * @param {{ cell: number, word: string, token: PositionedToken }} chosen
+   */
+  #showProduct(name, numbers, product, [rows, columns], { cell, word, token }) {
+    const { inputs, results, bias, inputOffset, input } = product;
+    const from = inputOffset + rows.start;
+    const of = (/** @type {number[]} */ some, /** @type {number} */ first, /** @type {Axis} */ { labels }) =>
+      some.slice(first, first + labels.length);
+    const some = of(inputs, from, rows);
+    const at = cell - columns.start;
+    const isPart = inputs.length > some.length;
+    const sum = some.reduce((total, each, index) => total + each * numbers[index * columns.labels.length + at], 0);
+    const part = `; the ${count(some.length)} inputs here, of ${count(inputs.length)}, add ${number(sum)}`;
+    const { label } = describe(input, this.#architecture);
+    this.#product.data = {
+      values: transposed(numbers, rows.labels.length, columns.labels.length),
+      rows: columns.labels.length,
+      columns: rows.labels.length,
+      rowLabels: columns.labels,
+      columnLabels: rows.labels,
+      rowName: nameOf(columns),
+      columnName: nameOf(rows),
+      valueName: name,
+      input: some,
+      inputName: `${quoted(token)} · ${label} (${input.replace(/^blocks\.\d+\./, "")})`,
+      output: of(results, columns.start, columns),
+      outputName: word,
+      bias: bias && of(bias, columns.start, columns),
+      isPart,
+      chosen: at,
+      hint:
+        `${nameOf(columns)} ${columns.labels[at]}: the ${word} is ${number(results[cell])}${isPart ? part : ""}. ` +
+        "Point at a cell to read a product; choose a row to explain its result.",
     };
   }
+
+  /**
+   * The arithmetic of the chosen number, and the largest numbers of the product.
+   * @param {Explained} explained
+   * @param {Product} product
+   * @param {Axis} outputs
+   * @param {{ cell: number, word: string }} chosen
+   */
+  #showCell(explained, { at, results }, outputs, { cell, word }) {
+    const nameOfCell = (/** @type {number} */ index) =>
+      outputs.tokens.length > 0 ? shown(outputs.tokens[index]) : String(index);
+    const title = `${word[0].toUpperCase()}${word.slice(1)}, ${nameOf(outputs)} ${nameOfCell(cell)}`;
+    this.#cell.show({ title, explained: { ...explained, picture: null } });
+    const most = largest(results, LARGEST, at);
+    const size = Math.max(...most.map((index) => Math.abs(results[index])), 1e-12);
+    const table = barTable({
+      caption: at === LOGITS ? "The largest logits of the prompt's tokens" : `The largest numbers of the ${word}`,
+      columns: [nameOf(outputs), word],
+      rows: most.map((index) => ({
+        cells: [
+          el("button", { type: "button", class: "num", onclick: () => this.#choose(index) }, nameOfCell(index)),
+          number(results[index]),
+        ],
+        shares: [results[index] / size],
+        mark: index === cell,
+      })),
+    });
+    this.#largest.replaceChildren(table);
+  }
+}
+
+/**
+ * What the address still says of an earlier prompt or model, and what replaces it.
+ * @param {State | null} before
+ * @param {State} now
+ * @returns {Partial<typeof FIRST>}
+ */
+function staleOf(before, now) {
+  if (!isOther(before, now)) return {};
+  const all = /** @type {(keyof typeof FIRST)[]} */ (Object.keys(FIRST));
+  const names = before?.model === now.model ? all.filter((name) => !["weight", "head"].includes(name)) : all;
+  return Object.fromEntries(names.filter((name) => now[name] !== FIRST[name]).map((name) => [name, FIRST[name]]));
 }
 
 /**
@@ -221,6 +405,9 @@ function transposed(numbers, rows, columns) {
   );
 }
 
+/** Whether each row belongs to a token of the prompt. @param {Axis} rows */
+const rowsAreTokens = ({ dim }) => ["d_vocab", "position"].includes(dim);
+
 /** @param {Axis} axis */
 function nameOf({ dim }) {
   return dim === "d_vocab" ? "token" : dim || "row";
@@ -232,25 +419,29 @@ function layerOf(name) {
 }
 
 /**
- * Rows and columns of a weight without its heads. A vector has one row.
+ * Rows and columns of a weight without its heads. A vector has one row. The part of the columns has the chosen cell.
  * @param {WeightInfo} info
  * @param {string | undefined} headDim
  * @param {string[]} starts
+ * @param {string} cell
  * @param {PositionedToken[]} tokens
  * @returns {Axis[]}
  */
-function axesOf({ dims, shape }, headDim, starts, tokens) {
+function axesOf({ dims, shape }, headDim, starts, cell, tokens) {
   const axes = dims.map((dim, axis) => ({ dim, size: shape[axis] })).filter(({ dim }) => dim !== headDim);
   const pair = axes.length > 1 ? axes : [{ dim: "", size: 1 }, ...axes];
   return pair.map(({ dim, size: whole }, index) => {
     const isTokens = dim === "d_vocab";
     const size = isTokens ? tokens.length : whole;
-    const start = readIndex(starts[index], index === 0 ? "row" : "column", size);
+    const isChosen = index === 1 && cell !== "";
+    const at = readIndex(isChosen ? cell : starts[index], isChosen ? "cell" : index === 0 ? "row" : "column", size);
+    const start = isChosen ? at - (at % PART) : at;
     const stop = Math.min(size, start + PART);
     const some = tokens.slice(start, stop);
     const part = isTokens ? some.map(({ id }) => id).join(",") : `${start}:${stop}`;
     const numbers = Array.from({ length: stop - start }, (_, offset) => String(start + offset));
-    return { dim, size, start, part, labels: isTokens ? some.map((token) => shown(token)) : numbers };
+    const labels = isTokens ? some.map((token) => shown(token)) : numbers;
+    return { dim, size, start, part, labels, tokens: isTokens ? tokens : [] };
   });
 }
 

@@ -20,8 +20,8 @@ import { readWeight } from "../weights.js";
 /**
  * @import { Architecture } from "../../answers.js"
  * @import { Pass, PassStage } from "../pass.js"
- * @import { Weight } from "../weights.js"
- * @import { Explained, Kind } from "./explanation.js"
+ * @import { Explained, Kind, Place } from "./explanation.js"
+ * @typedef {{ name: string, row: number, column: number }} Cell of a stage
  */
 
 /** The arithmetic of each part of a network. @type {[RegExp, Kind][]} */
@@ -52,31 +52,44 @@ const KINDS = [
  * How a number was computed, or null if the page cannot say.
  * @param {Pass} pass
  * @param {Architecture} architecture
- * @param {{ name: string, row: number, column: number }} cell
+ * @param {Cell} cell
  * @param {AbortSignal} signal
  * @returns {Promise<Explained>}
  */
-export async function explain(pass, architecture, { name, row, column }, signal) {
-  const stage = /** @type {PassStage} */ (pass.stages.get(name));
-  const { layer, part, formula } = describe(name, architecture);
-  await pass.read([name], [row], signal);
-  const place = {
-    pass,
-    architecture,
-    stage,
-    layer,
-    part,
-    row,
-    column,
-    head: Math.floor(column / stage.columns),
-    within: column % stage.columns,
-    served: pass.row(name, row)?.[column] ?? NaN,
-    /** @type {Weight[]} */
-    weights: [],
-  };
-  const kind = KINDS.find(([parts]) => parts.test(part))?.[1];
+export async function explain(pass, architecture, cell, signal) {
+  const place = placeOf(pass, architecture, cell);
+  const kind = KINDS.find(([parts]) => parts.test(place.part))?.[1];
+  await pass.read([cell.name], [cell.row], signal);
+  place.served = pass.row(cell.name, cell.row)?.[cell.column] ?? NaN;
+  const { formula } = describe(cell.name, architecture);
   if (!kind || kind.isKnown?.(place) === false) return { place, formula, explanation: null };
+  return explainAs(kind, place, signal);
+}
+
+/**
+ * How a number was computed as one of a kind.
+ * @param {Kind} kind
+ * @param {Place} place whose weights are read here
+ * @param {AbortSignal} signal
+ * @returns {Promise<Explained>}
+ */
+export async function explainAs(kind, place, signal) {
+  const { pass, architecture, stage } = place;
   for (const { stages, rows } of kind.needs(place)) await pass.read(stages.filter(Boolean), rows, signal);
   place.weights = await Promise.all((kind.weights?.(place) ?? []).map((each) => readWeight(pass, each)));
+  const { formula } = describe(stage.name, architecture);
   return { place, formula, explanation: kind.explain(place), picture: kind.picture?.(place) };
+}
+
+/**
+ * @param {Pass} pass
+ * @param {Architecture} architecture
+ * @param {Cell} cell
+ * @returns {Place}
+ */
+export function placeOf(pass, architecture, { name, row, column }) {
+  const stage = /** @type {PassStage} */ (pass.stages.get(name));
+  const { layer, part } = describe(name, architecture);
+  const ofHead = { head: Math.floor(column / stage.columns), within: column % stage.columns };
+  return { pass, architecture, stage, layer, part, row, column, ...ofHead, served: NaN, weights: [] };
 }

@@ -62,7 +62,7 @@ export function numOf({ pass }, stage, row, column) {
 
 /**
  * The name of a part of the same block, if the network has it.
- * @param {Place} place
+ * @param {Pick<Place, "pass" | "layer">} place
  * @param {...string} parts the first one that exists is taken
  */
 export function siblingOf({ pass, layer }, ...parts) {

@@ -14,7 +14,7 @@ import { weighted } from "./products.js";
  */
 
 /** What the logits are computed from: the last stage before them. @param {Pass} pass */
-function inputOf({ stages }) {
+export function inputOf({ stages }) {
   return [...stages.keys()].findLast((name) => /(^ln_final\.out|\.resid_post|\.ln2\.out)$/.test(name)) ?? "";
 }
 

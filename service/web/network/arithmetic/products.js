@@ -2,23 +2,34 @@
 // that are added to the stream, the gains of norms, embeddings, and logits.
 
 import { quoted } from "../../format.js";
+import { productPicture } from "./product_picture.js";
 import { numOf, siblingOf, slackOf, sumOfProducts } from "./explanation.js";
 
 /**
+ * @import { Numbers } from "../../api.js"
+ * @import { Architecture } from "../../answers.js"
  * @import { Explanation, Kind, Num, Place } from "./explanation.js"
- * @import { Weight } from "../weights.js"
+ * @import { Pass } from "../pass.js"
+ * @import { Weight, WeightPart } from "../weights.js"
+ * @typedef {Pick<Place, "pass" | "architecture" | "layer">} Where
+ * @typedef {Kind & {
+ *   input: (place: Where) => string, weight: (place: Where) => string, bias: (place: Where) => string | null,
+ *   isKnown: (place: Where) => boolean, weights: (place: Place) => WeightPart[],
+ *   explain: (place: Place) => Explanation, results: (place: Place) => Numbers | number[],
+ * }} ProductKind `input`, `weight` and `bias`: the names of the stage and of the weights; `results`: what the service
+ *   computed for all columns
  */
 
 const QUANTIZED = 0.02; // of the sizes of the terms: where weights are quantized, so may be what they multiply
 
-/** What attention reads: a norm, or the stream itself. @param {Place} place */
+/** What attention reads: a norm, or the stream itself. @param {Where} place */
 function attentionInput(place) {
   const { norm_placement: placement, unread } = place.architecture;
   const isNormed = (placement === "pre" || placement === "both") && !unread?.includes("ln1");
   return (isNormed && siblingOf(place, "ln1.out")) || siblingOf(place, "resid_pre") || "embed";
 }
 
-/** What the feed-forward network reads. @param {Place} place */
+/** What the feed-forward network reads. @param {Where} place */
 function mlpInput(place) {
   const { norm_placement: placement, sums } = place.architecture;
   if (sums?.["mlp.in"]) return siblingOf(place, ...sums["mlp.in"]) ?? "";
@@ -27,50 +38,81 @@ function mlpInput(place) {
   return siblingOf(place, "ln2.out", "ln1.out", "resid_mid") ?? "";
 }
 
+/** A norm that only divides: its result × its divisor is what it read. @param {Where} place */
+const isRms = ({ architecture }) => architecture.norm === "rms";
+
 /**
  * A product of a vector with a column of weights: `input` is the stage of the vector, `weight` and `bias` the names in
- * the block. `normed`: the stage of the norm that follows, if the network has one, from which the number comes instead.
- * @param {{
- *   input: (place: Place) => string, weight: (place: Place) => string, dim: string,
- *   bias: (place: Place) => string | null, byHead?: string, scale?: (place: Place) => number, normed?: string,
- * }} product
- * @returns {Kind}
+ * the block. `norm`: the name of the norm that follows, if the network may have one; the service then shows what the
+ * norm divides the product by, and the result of that.
+ * @typedef {{
+ *   input: (place: Where) => string, weight: (place: Where) => string, dim: string,
+ *   bias: (place: Where) => string | null, byHead?: string, scale?: (place: Where) => number, norm?: string,
+ * }} ProductOptions
+ * @param {ProductOptions} options
+ * @returns {ProductKind}
  */
-function product({ input, weight, dim, bias, byHead, scale = () => 1, normed }) {
-  const prefix = (/** @type {Place} */ { layer }) => (layer === null ? "" : `blocks.${layer}.`);
-  const norm = (/** @type {Place} */ place) => (normed ? siblingOf(place, normed) : null);
-  const partOf = (/** @type {Place} */ place) => ({
-    [dim]: byHead ? place.within : place.column,
-    ...(byHead && { [byHead]: place.head }),
-  });
+function product({ input, weight, dim, bias, byHead, scale = () => 1, norm }) {
+  const weightOf = (/** @type {Where} */ place) => `blocks.${place.layer}.${weight(place)}`;
+  const biasOf = (/** @type {Where} */ place) => bias(place) && `blocks.${place.layer}.${bias(place)}`;
+  const norms = (/** @type {Where} */ place) =>
+    norm ? ["normalized", "scale"].flatMap((part) => siblingOf(place, `${norm}.${part}`) ?? []) : [];
+  const nums = (/** @type {Place} */ place) =>
+    place.weights[0].values.map((value, index) => ({
+      name: String(index),
+      a: numOf(place, input(place), place.row, index),
+      b: { value },
+    }));
   return {
-    needs: (place) => [{ stages: [norm(place) ?? input(place)], rows: [place.row] }],
+    input,
+    weight: weightOf,
+    bias: biasOf,
+    isKnown: (place) => place.pass.stages.has(input(place)) && (norms(place).length === 0 || isRms(place)),
+    needs: (place) => [{ stages: [input(place), ...norms(place)], rows: [place.row] }],
     weights(place) {
-      if (norm(place)) return [];
-      const part = partOf(place);
-      const shift = bias(place);
-      return [{ name: prefix(place) + weight(place), part }, ...(shift ? [{ name: prefix(place) + shift, part }] : [])];
+      const part = {
+        [dim]: byHead ? place.within : place.column,
+        ...(byHead && { [byHead]: place.head }),
+      };
+      const shift = biasOf(place);
+      return [{ name: weightOf(place), part }, ...(shift ? [{ name: shift, part }] : [])];
+    },
+    results(place) {
+      const [normalized, divisor] = norms(place).map((name) => place.pass.row(name, place.row) ?? []);
+      if (!normalized) return place.pass.row(place.stage.name, place.row) ?? [];
+      return Array.from(normalized, (value) => value * divisor[0]);
     },
     explain(place) {
-      const after = norm(place);
-      const factor = scale(place);
-      if (after) return same(place, numOf(place, after, place.row, place.column), factor);
       const [matrix, shift] = place.weights;
-      const from = input(place);
-      const products = matrix.values.map((value, index) => ({
-        name: String(index),
-        a: numOf(place, from, place.row, index),
-        b: { value },
-      }));
-      return weighted(
-        place,
-        products,
-        matrix,
-        shift?.values[0] ?? null,
-        factor,
-        `${from.replace(/^blocks\.\d+\./, "")} × ${weight(place).split(".").at(-1)}`,
-      );
+      const from = `${input(place).replace(/^blocks\.\d+\./, "")} × ${weight(place).split(".").at(-1)}`;
+      const factor = norms(place).length === 0 ? scale(place) : 1; // the norm comes before the scale
+      return weighted(place, nums(place), matrix, shift?.values[0] ?? null, factor, from);
     },
+    picture: (place) => productPicture(place, nums(place), byHead !== undefined),
+  };
+}
+
+/**
+ * The kind of a stage that is a product, or what a norm gives from one, if the network has this norm.
+ * @param {ProductKind} kind
+ * @param {string} norm
+ * @param {(place: Place) => number} scale
+ * @returns {Kind}
+ */
+function normed(kind, norm, scale) {
+  const after = (/** @type {Place} */ place) => siblingOf(place, `${norm}.out`);
+  return {
+    needs(place) {
+      const stage = after(place);
+      return stage ? [{ stages: [stage], rows: [place.row] }] : kind.needs(place);
+    },
+    weights: (place) => (after(place) ? [] : kind.weights(place)),
+    explain(place) {
+      const stage = after(place);
+      if (!stage) return kind.explain(place);
+      return same(place, numOf(place, stage, place.row, place.column), scale(place));
+    },
+    picture: (place) => (after(place) ? null : (kind.picture?.(place) ?? null)),
   };
 }
 
@@ -136,7 +178,7 @@ export const [query, key, value] = ["Q", "K", "V"].map(projection);
 
 const inBias =
   (/** @type {string} */ name) =>
-  (/** @type {Place} */ { architecture: a }) =>
+  (/** @type {Where} */ { architecture: a }) =>
     a.mlp_bias ? name : null;
 
 /** The input of the activation: of the gate, if there is one. */
@@ -148,29 +190,57 @@ export const pre = product({
 });
 export const preLinear = product({ input: mlpInput, weight: () => "mlp.W_in", bias: inBias("mlp.b_in"), dim: "d_mlp" });
 export const router = product({ input: mlpInput, weight: () => "mlp.W_gate", bias: () => null, dim: "expert" });
-const residualScale = (/** @type {Place} */ { architecture: a }) => a.residual_scale;
-export const attentionOutput = product({
+const residualScale = (/** @type {Where} */ { architecture: a }) => a.residual_scale;
+const heads = product({
   input: (place) => siblingOf(place, "attn.z") ?? "",
   weight: () => "attn.W_O",
   bias: ({ architecture: a }) => (a.attention_out_bias ? "attn.b_O" : null),
   dim: "d_model",
   scale: residualScale,
-  normed: "ln1_post.out",
+  norm: "ln1_post",
 });
-const output = product({
+export const attentionOutput = normed(heads, "ln1_post", residualScale);
+const neurons = product({
   input: (place) => siblingOf(place, "mlp.post") ?? "",
   weight: () => "mlp.W_out",
   bias: inBias("mlp.b_out"),
   dim: "d_model",
   scale: residualScale,
-  normed: "ln2_post.out",
+  norm: "ln2_post",
 });
 
 /** Of experts, only the sum is a stage. @type {Kind} */
 export const mlpOutput = {
-  ...output,
+  ...normed(neurons, "ln2_post", residualScale),
   isKnown: (place) => siblingOf(place, "mlp.post", "ln2_post.out") !== null,
 };
+
+/** Part of a block → the product that it is, before a norm. @type {Record<string, ProductKind>} */
+const PRODUCTS = {
+  "attn.q": query,
+  "attn.k": key,
+  "attn.v": value,
+  attn_out: heads,
+  "mlp.pre": pre,
+  "mlp.pre_linear": preLinear,
+  "mlp.router_logits": router,
+  mlp_out: neurons,
+};
+
+/**
+ * The stage that is the product with a weight, and its kind, or null if no stage is one.
+ * @param {Pass} pass
+ * @param {Architecture} architecture
+ * @param {string} weight
+ */
+export function productWith(pass, architecture, weight) {
+  const where = { pass, architecture, layer: Number(/^blocks\.(\d+)\./.exec(weight)?.[1]) };
+  for (const [part, kind] of Object.entries(PRODUCTS)) {
+    const at = siblingOf(where, part);
+    if (at && kind.isKnown(where) && kind.weight(where) === weight) return { at, kind, input: kind.input(where) };
+  }
+  return null;
+}
 
 /** @param {Place} place */
 const normOf = ({ stage }) => stage.name.replace(/\.out$/, "");
