@@ -116,7 +116,7 @@ export const maskedScore = {
         (Number.isFinite(served) ? "stays." : "becomes −∞."),
       rows: [
         { sign: "", name: "scores", nums: scores },
-        { sign: "", name: "with the mask", nums: masked },
+        { sign: "", name: "masked", nums: masked },
       ],
       chosen: within,
       nameOf: (key) => `key ${key} ${quoted(pass.tokens[key])}`,

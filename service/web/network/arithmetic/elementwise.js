@@ -39,7 +39,8 @@ export const sum = {
     const addends = names.map((name) => numOf(place, name, place.row, place.column));
     const computed = addends.reduce((total, { value }) => total + value, 0);
     const size = addends.reduce((total, { value }) => total + Math.abs(value), 0);
-    return plain(place, names.join(" + "), [...joined(addends, " + "), " = ", { value: computed }], computed, size);
+    const sentence = names.length > 1 ? `${names.length} vectors, added number by number` : names.join();
+    return plain(place, sentence, [...joined(addends, " + "), " = ", { value: computed }], computed, size);
   },
   picture(place) {
     const { stage, row, column, part } = place;
@@ -134,7 +135,7 @@ export const divisor = {
         };
       }),
     );
-    const eps = place.architecture.norm_eps;
+    const eps = Number(place.architecture.norm_eps.toPrecision(4)); // some are floats
     const computed = Math.sqrt(total / count + eps);
     const first = isRms(place) ? ["mean of the squares = ("] : ["mean = ", { value: mean }, ";  variance = ("];
     const end = [`) ÷ ${count} = `, { value: total / count }, `;  √(… + ${eps}) = `, { value: computed }];
@@ -223,13 +224,12 @@ export function turnOf(pass, a, { name, before, row, head, index }) {
   const first = head * stage.columns + index;
   const [from, to] = [before, name].map((each) => [first, first + half].map((at) => pass.row(each, row)?.[at] ?? NaN));
   const isPlain = a.rope_theta && !a.rope_scaling && !a.local_rope_theta;
-  const angle = isPlain
-    ? row * (a.rope_theta ?? 1) ** (-index / half)
-    : Math.atan2(to[1], to[0]) - Math.atan2(from[1], from[0]);
+  const speed = isPlain ? (a.rope_theta ?? 1) ** (-index / half) : null;
+  const angle = speed !== null ? row * speed : halfTurn(Math.atan2(to[1], to[0]) - Math.atan2(from[1], from[0]));
   const words = isPlain
     ? `position ${row} × ${a.rope_theta}^(−${index}/${half}) = ${said(angle)} radians`
     : `the angle ${said(angle)} radians`;
-  return { from, to, angle, isPlain: Boolean(isPlain), cos: Math.cos(angle), sin: Math.sin(angle), words };
+  return { from, to, angle, speed, cos: Math.cos(angle), sin: Math.sin(angle), words };
 }
 
 /** @type {Kind} */
@@ -244,12 +244,12 @@ export const rotated = {
       return plain(place, "not one of the rotated numbers", ["= ", from], from.value, Math.abs(from.value));
     const isFirst = within < half;
     const other = numOf(place, name, row, isFirst ? column + half : column - half);
-    const { cos, sin, words, isPlain } = turnAt(place, within % half);
-    const speed = `${a.rope_theta}^(−${within % half}/${half}) radians for each position`;
+    const { cos, sin, words, speed } = turnAt(place, within % half);
+    const each = `${a.rope_theta}^(−${within % half}/${half}) radians for each position`;
     const computed = from.value * cos + other.value * (isFirst ? -sin : sin);
     return plain(
       place,
-      `numbers ${within % half} and ${(within % half) + half} are a pair, turned by ${isPlain ? speed : words}: ` +
+      `numbers ${within % half} and ${(within % half) + half} are a pair, turned by ${speed === null ? words : each}: ` +
         `cos ${said(cos)}, sin ${said(sin)}`,
       [from, " × ", { value: cos }, isFirst ? " − " : " + ", other, " × ", { value: sin }, " = ", { value: computed }],
       computed,
@@ -263,13 +263,13 @@ export const rotated = {
     if (within >= 2 * half) return null;
     const [index, isFirst] = [within % half, within < half];
     const columnOf = (/** @type {number} */ at) => head * stage.columns + at;
-    const { from, cos, sin, angle, isPlain } = turnAt(place, index);
+    const { from, cos, sin, angle, speed } = turnAt(place, index);
     return rotationPicture({
       names: [index, index + half],
       letter: part.endsWith("q") ? "q" : "k",
       from: [index, index + half].map((at) => numOf(place, beforeRotation(place), row, columnOf(at))),
       to: [from[0] * cos - from[1] * sin, from[0] * sin + from[1] * cos],
-      ...{ isFirst, position: row, angle, isPlain, chosen: index },
+      ...{ isFirst, position: row, angle, speed, chosen: index },
       clocks: Array.from({ length: half }, (_, at) => ({
         angle: turnAt(place, at).angle,
         text: `numbers ${at} and ${at + half} turn by ${said(turnAt(place, at).angle)} radians`,
@@ -278,6 +278,9 @@ export const rotated = {
     });
   },
 };
+
+/** An angle between −π and π. @param {number} angle */
+const halfTurn = (angle) => Math.atan2(Math.sin(angle), Math.cos(angle));
 
 /** The rotation of a pair in the head of a number. @param {Place} place @param {number} index */
 function turnAt(place, index) {

@@ -1,8 +1,8 @@
 // The picture of an activation: its curve, the number on it, and what a gate does with the other number.
 
 import { svg } from "../../dom.js";
-import { number } from "../../format.js";
 import { said } from "../arithmetic/explanation.js";
+import { brief } from "../labels.js";
 import { hit, text } from "./drawing.js";
 import { OperationPicture } from "./operation_picture.js";
 
@@ -36,16 +36,19 @@ export function activationPicture({ name, curve, from, neurons, factor }) {
       .map(({ value }) => `M ${x(value).toFixed(1)} ${BOTTOM - 14} v 8`);
     const point = { cx: x(from.value), cy: y(result) };
     const isRight = from.value > reach * 0.2;
+    const isLeft = from.value < 0;
+    const [side, words] = [isLeft ? room - 8 : 8, `${neurons.length} neurons`];
+    const isRoom = Math.abs(side - point.cx) > 6.4 * words.length + 34;
     return {
       height: BOTTOM + 8,
       parts: [
         [
           svg("path", { d: `M 8 ${y(0)} H ${room - 8} M ${x(0)} ${TOP - 6} V ${BOTTOM - 18}`, class: "axis" }),
-          text(room - 8, y(0) + 13, number(Number(reach.toPrecision(2))), { anchor: "end", kind: "faint" }),
-          text(8, y(0) + 13, number(-Number(reach.toPrecision(2))), { kind: "faint" }),
-          text(x(0) - 5, TOP + 2, number(Number(high.toPrecision(2))), { anchor: "end", kind: "faint" }),
+          text(room - 8, y(0) + 13, brief(Number(reach.toPrecision(2))), { anchor: "end", kind: "faint" }),
+          text(8, y(0) + 13, brief(-Number(reach.toPrecision(2))), { kind: "faint" }),
+          text(x(0) - 5, TOP + 2, brief(Number(high.toPrecision(2))), { anchor: "end", kind: "faint" }),
           svg("path", { d: rug.join(" "), class: "rug" }),
-          text(8, BOTTOM + 7, `all ${neurons.length} neurons`, { kind: "faint" }),
+          ...(isRoom ? [text(side, BOTTOM + 7, words, { anchor: isLeft ? "end" : "start", kind: "faint" })] : []),
         ],
         [svg("path", { d: line.join(" "), class: "curve" })],
         [

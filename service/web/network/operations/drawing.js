@@ -15,9 +15,11 @@ import { said } from "../arithmetic/explanation.js";
  */
 
 const LEAST_CELL = 2; // pixels; of narrower cells, some neighbours are one
-const NUMBER_CELL = 34; // pixels that a number in a cell needs
+const CELL_LETTER = 6; // pixels of a letter in a cell
 const LETTER = { "": 6.4, token: 7.3 }; // pixels
+const FRAME = 70; // around a number
 const LEAST_MARK = 5;
+const PERCENTILE = 0.985;
 
 /**
  * A text. `room`: the pixels that it may take; the rest is cut.
@@ -43,11 +45,17 @@ export function hit({ text: words, num, key }) {
   };
 }
 
-/** The largest size of some numbers, or 1. @param {Iterable<number>} values */
-export function largestOf(values) {
-  let largest = 0;
-  for (const value of values) if (Number.isFinite(value)) largest = Math.max(largest, Math.abs(value));
-  return largest || 1;
+/**
+ * The size that gets the strongest colour, or 1: a high percentile, so that a few large numbers do not make all others
+ * pale.
+ * @param {number[]} values
+ */
+export function strongest(values) {
+  const sizes = values
+    .filter(Number.isFinite)
+    .map(Math.abs)
+    .sort((a, b) => a - b);
+  return sizes[Math.floor(PERCENTILE * (sizes.length - 1))] || sizes.at(-1) || 1;
 }
 
 /**
@@ -60,25 +68,21 @@ export function largestOf(values) {
 export function strip({ x, y, width, height }, cells, size) {
   const bin = Math.max(1, Math.ceil((cells.length * LEAST_CELL) / width));
   const step = (width * bin) / cells.length;
-  const texts = height >= 12 && bin === 1 && step >= NUMBER_CELL;
+  const longest = Math.max(...cells.map(({ value }) => brief(value).length));
+  const hasTexts = height >= 12 && bin === 1 && step >= CELL_LETTER * longest + 6;
   return binned(cells, bin).flatMap((some, index) => {
     const [first] = some;
-    const value =
-      bin === 1
-        ? first.value
-        : sizeOf(
-            some.map((cell) => cell.value),
-            0,
-            some.length,
-          );
+    const isHidden = some.every((cell) => !Number.isFinite(cell.value));
+    const values = some.map((cell) => cell.value);
+    const value = isHidden || bin === 1 ? first.value : sizeOf(values, 0, some.length);
     const dye = colour(0.5 + value / size / 2, "diverging");
     const place = { x: x + index * step, y, width: (step * some.length) / bin, height };
     const cell = svg("rect", {
       ...place,
       ...hit(bin === 1 ? first : together(some)),
-      fill: Number.isFinite(value) ? css(dye) : "rgb(128 128 128 / 35%)",
+      fill: isHidden ? "rgb(128 128 128 / 35%)" : css(dye),
     });
-    if (!texts) return [cell];
+    if (!hasTexts || isHidden) return [cell];
     const number = svg(
       "text",
       { x: place.x + step / 2, y: y + height / 2 + 4, "text-anchor": "middle", fill: textOn(dye), class: "in-cell" },
@@ -104,7 +108,10 @@ function binned(cells, bin) {
  * @returns {Hit}
  */
 function together(some) {
-  const largest = some.reduce((most, cell) => (Math.abs(cell.value) > Math.abs(most.value) ? cell : most));
+  const finite = some.filter(({ value }) => Number.isFinite(value));
+  const largest = (finite.length > 0 ? finite : some).reduce((most, cell) =>
+    Math.abs(cell.value) > Math.abs(most.value) ? cell : most,
+  );
   return { ...largest, key: some[0].key, text: `the largest of ${some.length} neighbours: ${largest.text}` };
 }
 
@@ -158,7 +165,7 @@ export function mark({ x, y, width, height }, index, count) {
  * @param {(string | number)[]} words
  */
 export function chain(left, y, room, words) {
-  const widths = words.map((word) => (typeof word === "number" ? 62 : 6.2 * word.length + 12));
+  const widths = words.map((word) => (typeof word === "number" ? FRAME : 6.2 * word.length + 12));
   const total = widths.reduce((sum, width) => sum + width, 0);
   let x = left + Math.max(0, (room - total) / 2);
   const begin = x;
@@ -168,7 +175,14 @@ export function chain(left, y, room, words) {
     if (typeof word === "string") return [text(middle, y + 15, word, { anchor: "middle", kind: "faint" })];
     const isLast = index === words.length - 1;
     return [
-      svg("rect", { x: middle - 31, y, width: 62, height: 21, rx: 5, class: isLast ? "frame result" : "frame" }),
+      svg("rect", {
+        x: middle - FRAME / 2,
+        y,
+        width: FRAME,
+        height: 21,
+        rx: 5,
+        class: isLast ? "frame result" : "frame",
+      }),
       text(middle, y + 15, said(word), { anchor: "middle", kind: isLast ? "result" : "strong" }),
     ];
   });

@@ -3,7 +3,7 @@
 import { svg } from "../../dom.js";
 import { percent } from "../../format.js";
 import { said } from "../arithmetic/explanation.js";
-import { hit, largestOf, mark, strip, text } from "./drawing.js";
+import { hit, strongest, mark, strip, text } from "./drawing.js";
 import { OperationPicture } from "./operation_picture.js";
 
 /**
@@ -22,12 +22,14 @@ export function mixturePicture({ label, sources, name, chosen }) {
   const sum = sources[0].values.map((_, index) =>
     sources.reduce((total, { weight, values }) => total + weight.value * values[index].value, 0),
   );
-  const order = sources.toSorted((one, other) => other.weight.value - one.weight.value);
-  const shown = sources.filter((source) => order.indexOf(source) < MOST);
+  const order = sources
+    .filter(({ weight }) => weight.value > 0)
+    .toSorted((one, other) => other.weight.value - one.weight.value);
+  const shown = sources.filter((source) => order.slice(0, MOST).includes(source));
   const left = order.slice(MOST);
   const rest = left.reduce((total, { weight }) => total + weight.value, 0);
-  const most = largestOf(shown.map(({ weight }) => weight.value));
-  const size = largestOf([sum, ...shown.map(({ values }) => values.map(({ value }) => value))].flat());
+  const most = Math.max(...shown.map(({ weight }) => weight.value), 1e-9);
+  const size = strongest([sum, ...shown.map(({ values }) => values.map(({ value }) => value))].flat());
   return new OperationPicture(label, (width) => {
     const names = width < 360 ? 74 : 100;
     const box = { x: names + 54, width: width - names - 54 - 30, height: 20 };

@@ -2,7 +2,7 @@
 
 import { svg } from "../../dom.js";
 import { said } from "../arithmetic/explanation.js";
-import { chain, largestOf, strip, text } from "./drawing.js";
+import { chain, strongest, strip, text } from "./drawing.js";
 import { OperationPicture } from "./operation_picture.js";
 
 /**
@@ -18,13 +18,13 @@ export function productPicture({ label, names, products, result }) {
     return [{ ...a, num: a }, { ...b, num: b }, { value }].map((cell) => ({ ...cell, text: sentence, key: index }));
   });
   const rows = [0, 1, 2].map((row) => columns.map((cells) => cells[row]));
-  const size = largestOf(rows.slice(0, 2).flatMap((row) => row.map(({ value }) => value)));
+  const size = strongest(rows.slice(0, 2).flatMap((row) => row.map(({ value }) => value)));
   return new OperationPicture(label, (width) => {
     const left = width < 360 ? 74 : 88;
     const box = { x: left, width: width - left - 1, height: 20 };
     const [tops, middle] = [[2, 38, 80], left + box.width / 2];
     const { nodes, begin } = chain(left, 132, box.width, result);
-    const end = begin + 31;
+    const end = begin + 35;
     const named = (/** @type {[string, string]} */ [name, token], /** @type {number} */ top) => [
       text(0, top + 8, name, { kind: "faint" }),
       text(0, top + 21, token, { kind: "token", room: left - 12 }),
@@ -33,7 +33,7 @@ export function productPicture({ label, names, products, result }) {
       ...named(each, tops[row]),
       ...strip({ ...box, y: tops[row] }, rows[row], size),
     ]);
-    const below = strip({ ...box, y: tops[2] }, rows[2], largestOf(rows[2].map(({ value }) => value)));
+    const below = strip({ ...box, y: tops[2] }, rows[2], strongest(rows[2].map(({ value }) => value)));
     const sides = [left, width - 1, end - 28, end + 28];
     const funnel = `M ${sides[0]} 102 H ${sides[1]} C ${sides[1]} 120, ${sides[3]} 114, ${sides[3]} 132
       H ${sides[2]} C ${sides[2]} 114, ${sides[0]} 120, ${sides[0]} 102 Z`;

@@ -10,9 +10,9 @@ import { OperationPicture } from "./operation_picture.js";
  * @typedef {{ angle: number, text: string, num: Num }} Clock a pair of the head, and its angle
  * @typedef {{
  *   names: [number, number], letter: string, from: Num[], to: number[], isFirst: boolean, position: number, angle: number,
- *   isPlain: boolean, clocks: Clock[], chosen: number,
- * }} Rotation `names`: the indices of the pair; `isFirst`: whether the explained number is the first one; `isPlain`:
- *   whether the angle is the position times a speed
+ *   speed: number | null, clocks: Clock[], chosen: number,
+ * }} Rotation `names`: the indices of the pair; `isFirst`: whether the explained number is the first one; `speed`:
+ *   radians for each position, if the angle is that of the formula
  */
 
 const TURN = 2 * Math.PI;
@@ -27,8 +27,8 @@ export function rotationPicture(rotation) {
     `Numbers ${names.join(" and ")} as an arrow: at position ${position} it turns by ${degrees(angle)}, ` +
     `from ${before} to ${after}.`;
   return new OperationPicture(label, (width) => {
-    const radius = width < 360 ? 56 : 70;
-    const right = 2 * radius + (width < 360 ? 22 : 34);
+    const radius = width < 360 ? 50 : 70;
+    const right = 2 * radius + 30 + 7 * String(names[0]).length;
     const centre = { x: radius + 8, y: radius + 16, radius };
     const words = wordsOf(rotation, right, width - right);
     return {
@@ -46,15 +46,14 @@ const degrees = (angle) => `${((angle * 360) / TURN).toFixed(1).replace("-", "�
  * @param {Rotation} rotation
  * @param {{ x: number, y: number, radius: number }} centre
  */
-function plane({ names, letter, from, position, angle, isPlain }, { x, y, radius }) {
+function plane({ names, letter, from, position, speed }, { x, y, radius }) {
   const size = Math.hypot(from[0].value, from[1].value);
   const begin = Math.atan2(from[1].value, from[0].value);
   const at = (/** @type {number} */ turned) => ({
     cx: x + radius * Math.cos(turned),
     cy: y - radius * Math.sin(turned),
   });
-  const dots = isPlain && position < MOST_DOTS ? Array.from({ length: position + 1 }, (_, each) => each) : [];
-  const speed = angle / (position || 1);
+  const dots = speed !== null && position < MOST_DOTS ? Array.from({ length: position + 1 }, (_, each) => each) : [];
   return [
     svg("path", {
       d: `M ${x - radius - 6} ${y} H ${x + radius + 6} M ${x} ${y + radius + 6} V ${y - radius - 6}`,
@@ -65,9 +64,9 @@ function plane({ names, letter, from, position, angle, isPlain }, { x, y, radius
     text(x + 5, y - radius - 6, `${letter}${sub(names[1])}`, { kind: "faint" }),
     ...dots.map((each) =>
       svg("circle", {
-        ...at(begin + each * speed),
+        ...at(begin + each * (speed ?? 0)),
         r: 2.5,
-        ...hit({ text: `at position ${each}, the arrow would turn by ${degrees(each * speed)}` }),
+        ...hit({ text: `at position ${each}, the arrow would turn by ${degrees(each * (speed ?? 0))}` }),
         fill: "var(--river)",
       }),
     ),
@@ -120,13 +119,13 @@ function turn({ from, to, isFirst, names, angle }, { x, y, radius }) {
  * @param {number} x
  * @param {number} room
  */
-function wordsOf({ from, to, position, angle, isPlain, clocks, chosen, names }, x, room) {
+function wordsOf({ from, to, position, angle, speed, clocks, chosen, names }, x, room) {
   const whole = Math.floor(Math.abs(angle) / TURN);
   const rest = degrees(Math.sign(angle) * (Math.abs(angle) % TURN));
   const pair = (/** @type {number[]} */ [a, b]) => `(${said(a)}, ${said(b)})`;
   const lines = [
-    isPlain ? `position ${position} × ${said(angle / (position || 1))} rad` : "angle, read from the numbers:",
-    `${isPlain ? "= " : ""}${said(angle)} rad = ${degrees(angle)}`,
+    speed === null ? "angle, read from the numbers:" : `position ${position} × ${said(speed)} rad`,
+    `${speed === null ? "" : "= "}${said(angle)} rad = ${degrees(angle)}`,
     ...(whole > 0 ? [`= ${whole} ${whole > 1 ? "turns" : "turn"} and ${rest}`] : []),
   ];
   const below = 14 + lines.length * 15 + 6;

@@ -37,8 +37,8 @@ export function softmaxPicture(numbers, chosen, { from, to, isRanked = false }) 
   return new OperationPicture(label, (width) => {
     const names = Math.round(width * 0.24);
     const link = Math.round(width * 0.08);
-    const room = (width - names - 6 - 50 - link - 54) / 2;
-    const [scores, values] = [names + 6, names + 6 + room + 50];
+    const room = (width - names - 6 - 58 - link - 54) / 2;
+    const [scores, values] = [names + 6, names + 6 + room + 58];
     const shares = values + link + 4;
     const sizes = shown.map((index) => entries[index].num.value).filter(Number.isFinite);
     const [low, high] = [Math.min(0, ...sizes), Math.max(0, ...sizes)];

@@ -2,7 +2,7 @@
 
 import { said } from "../arithmetic/explanation.js";
 import { number } from "../../format.js";
-import { largestOf, mark, strip, text } from "./drawing.js";
+import { strongest, mark, strip, text } from "./drawing.js";
 import { OperationPicture } from "./operation_picture.js";
 
 /**
@@ -17,11 +17,11 @@ const PITCH = 31;
  *   is the result; `chosen`: the index of the explained number
  */
 export function stripsPicture({ label, rows, chosen, nameOf = (index) => `number ${index}` }) {
-  const size = largestOf(rows.flatMap(({ nums }) => nums.map(({ value }) => value)));
+  const size = strongest(rows.flatMap(({ nums }) => nums.map(({ value }) => value)));
   const count = rows[0].nums.length;
   return new OperationPicture(label, (width) => {
     const left = width < 360 ? 82 : 96;
-    const box = { x: left, width: width - left - 58, height: 20 };
+    const box = { x: left, width: width - left - 70, height: 20 };
     const parts = rows.map(({ sign, name, nums }, row) => {
       const y = 2 + row * PITCH;
       const isLast = row === rows.length - 1;
