@@ -158,7 +158,7 @@ export function mark({ x, y, width, height }, index, count) {
 }
 
 /**
- * Numbers in frames with texts between them, in one line: the last frame is the result.
+ * Numbers in frames with texts between them, in one line; the last frame is the result. `first`: the middle of the first frame.
  * @param {number} left
  * @param {number} y
  * @param {number} room
@@ -186,7 +186,7 @@ export function chain(left, y, room, words) {
       text(middle, y + 15, said(word), { anchor: "middle", kind: isLast ? "result" : "strong" }),
     ];
   });
-  return { nodes, begin };
+  return { nodes, first: begin + FRAME / 2 };
 }
 
 /**

@@ -23,8 +23,7 @@ export function productPicture({ label, names, products, result }) {
     const left = width < 360 ? 74 : 88;
     const box = { x: left, width: width - left - 1, height: 20 };
     const [tops, middle] = [[2, 38, 80], left + box.width / 2];
-    const { nodes, begin } = chain(left, 132, box.width, result);
-    const end = begin + 35;
+    const { nodes, first: end } = chain(left, 132, box.width, result);
     const named = (/** @type {[string, string]} */ [name, token], /** @type {number} */ top) => [
       text(0, top + 8, name, { kind: "faint" }),
       text(0, top + 21, token, { kind: "token", room: left - 12 }),
