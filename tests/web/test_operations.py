@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,6 +33,7 @@ PICTURES = {
     "resid_post": {"resid_mid", "mlp_out"},
 }
 HITS = "operation-picture .hit"
+TIMES = "\N{MULTIPLICATION SIGN} "
 
 
 def open_number(page: "Page", base: str, part: str, row: int, column: int, **state: Any) -> "Locator":
@@ -84,7 +86,7 @@ def test_a_score_shows_each_product_of_the_query_and_the_key(page: "Page", bundl
     texts = texts_of(page, "number ")
     assert len(texts) == 3 * len(query)  # the query, the key and the products
     for index, text in enumerate(texts[: len(query)]):
-        one, other, product = (read_number(part) for part in text.split(": ")[1].replace("=", "×").split(" × "))
+        one, other, product = (read_number(part) for part in re.split(f" {TIMES}| = ", text.split(": ")[1]))
         assert (one, other) == pytest.approx((query[index], key[index]), rel=SIGNIFICANT)
         assert product == pytest.approx(one * other, rel=4 * SIGNIFICANT)
     total, score = (read_number(text) for text in panel.locator("operation-picture .frame + text").all_text_contents())
@@ -200,8 +202,8 @@ def test_a_head_adds_the_values_of_the_tokens(page: "Page", bundled: Running, ba
     )
     for token, text in enumerate(texts_of(page, "number 2: ")):
         value = stages["attn.v"][token][0][2]
-        assert text.startswith(f"number 2: {percent(weights[token])} × ")
-        assert read_number(text.split("× ")[1]) == pytest.approx(value, rel=SIGNIFICANT)
+        assert text.startswith(f"number 2: {percent(weights[token])} {TIMES}")
+        assert read_number(text.split(TIMES)[1]) == pytest.approx(value, rel=SIGNIFICANT)
     sums = [read_number(text.split(": ")[1]) for text in texts_of(page, "number ") if "of the sum" in text]
     assert sums == pytest.approx(stages["attn.z"][4][0], rel=0.02, abs=0.01)
     assert read_number(str(panel.locator("operation-picture text.result").text_content())) == pytest.approx(sums[2])
@@ -211,7 +213,7 @@ def test_a_norm_shows_the_numbers_before_and_after_it(page: "Page", bundled: Run
     open_number(page, base, "ln2.normalized", 4, 7)
     stages = stages_of(bundled, "resid_mid", "ln2.scale", "ln2.normalized")
     before, after = (stages[part][4][7] for part in ("resid_mid", "ln2.normalized"))
-    (text,) = {text for text in texts_of(page, "number 7: ")}
+    (text,) = set(texts_of(page, "number 7: "))
     assert read_number(text.split(": ")[1]) == pytest.approx(before, rel=SIGNIFICANT)
     assert read_number(text.split("becomes")[1]) == pytest.approx(after, rel=0.01)
     assert f"÷ {read_number(str(stages['ln2.scale'][4][0])):.4g}"[:6] in page.locator("operation-picture").inner_text()
@@ -224,7 +226,7 @@ def test_an_activation_stands_on_its_curve(page: "Page", bundled: Running, base:
     (point,) = texts_of(page, "silu(")
     assert read_number(point.removeprefix("silu(")) == pytest.approx(gate, rel=SIGNIFICANT)
     assert read_number(point.split("=")[1]) == pytest.approx(gate / (1 + math.exp(-gate)), rel=SIGNIFICANT)
-    assert read_number(texts_of(page, "× linear part: ")[0]) == pytest.approx(linear, rel=SIGNIFICANT)
+    assert read_number(texts_of(page, f"{TIMES}linear part: ")[0]) == pytest.approx(linear, rel=SIGNIFICANT)
     assert read_number(texts_of(page, "= product: ")[0]) == pytest.approx(result, rel=0.01)
     assert panel.locator("operation-picture .curve").count() == 1
 
@@ -243,7 +245,7 @@ def test_an_edited_number_is_drawn_as_the_formula_gives_it(page: "Page", bundled
 def test_few_numbers_stand_in_their_cells(page: "Page", base: str) -> None:
     prompt = "AI rocks <EOS>"
     open_view(page, base, "network", model="ai-rocks", prompt=prompt, at="blocks.0.attn.scores", position=1, cell=0)
-    texts = [text.split(": ")[1].split(" × ")[0] for text in texts_of(page, "number ")[:2]]
+    texts = [text.split(": ")[1].split(f" {TIMES}")[0] for text in texts_of(page, "number ")[:2]]
     cells = page.locator("operation-picture .in-cell").all_text_contents()
     assert [read_number(cell) for cell in cells[:2]] == pytest.approx([read_number(text) for text in texts], rel=0.01)
 

@@ -36,7 +36,7 @@ export class CellArithmetic extends HTMLElement {
       before === undefined ? "" : el("p", {}, `Without the edits: ${said(before)}.`),
     ];
     if (!explanation) return [...heading, el("p", { class: "faint" }, formula), edited(edits)];
-    const line = el("p", { class: "faint" }, explanation.sentence);
+    const line = el("p", { class: "faint", "aria-live": picture && "polite" }, explanation.sentence);
     picture?.addEventListener("say", (event) => {
       const { text } = /** @type {CustomEvent<{ text: string | null }>} */ (event).detail;
       line.style.minHeight = `${line.offsetHeight}px`; // what follows stays where it is

@@ -25,7 +25,8 @@ export function mixturePicture({ label, sources, name, chosen }) {
   const order = sources
     .filter(({ weight }) => weight.value > 0)
     .toSorted((one, other) => other.weight.value - one.weight.value);
-  const shown = sources.filter((source) => order.slice(0, MOST).includes(source));
+  const first = new Set(order.slice(0, MOST));
+  const shown = sources.filter((source) => first.has(source));
   const left = order.slice(MOST);
   const rest = left.reduce((total, { weight }) => total + weight.value, 0);
   const most = Math.max(...shown.map(({ weight }) => weight.value), 1e-9);

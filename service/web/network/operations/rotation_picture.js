@@ -28,11 +28,11 @@ export function rotationPicture(rotation) {
     `from ${before} to ${after}.`;
   return new OperationPicture(label, (width) => {
     const radius = width < 360 ? 50 : 70;
-    const right = 2 * radius + 30 + 7 * String(names[0]).length;
-    const centre = { x: radius + 8, y: radius + 16, radius };
+    const right = 2 * radius + 36 + 7 * String(names[0]).length;
+    const centre = { x: radius + 16, y: radius + 18, radius };
     const words = wordsOf(rotation, right, width - right);
     return {
-      height: Math.max(2 * radius + 34, words.height),
+      height: Math.max(2 * radius + 36, words.height),
       parts: [[...plane(rotation, centre), ...words.before], turn(rotation, centre), words.after, words.clocks],
     };
   });
@@ -49,6 +49,7 @@ const degrees = (angle) => `${((angle * 360) / TURN).toFixed(1).replace("-", "âˆ
 function plane({ names, letter, from, position, speed }, { x, y, radius }) {
   const size = Math.hypot(from[0].value, from[1].value);
   const begin = Math.atan2(from[1].value, from[0].value);
+  const end = begin + position * (speed ?? 0);
   const at = (/** @type {number} */ turned) => ({
     cx: x + radius * Math.cos(turned),
     cy: y - radius * Math.sin(turned),
@@ -61,7 +62,7 @@ function plane({ names, letter, from, position, speed }, { x, y, radius }) {
     }),
     svg("circle", { cx: x, cy: y, r: radius, class: "rim" }),
     text(x + radius + 8, y - 4, `${letter}${sub(names[0])}`, { kind: "faint" }),
-    text(x + 5, y - radius - 6, `${letter}${sub(names[1])}`, { kind: "faint" }),
+    text(x + 5, y - radius - 7, `${letter}${sub(names[1])}`, { kind: "faint" }),
     ...dots.map((each) =>
       svg("circle", {
         ...at(begin + each * (speed ?? 0)),
@@ -70,6 +71,17 @@ function plane({ names, letter, from, position, speed }, { x, y, radius }) {
         fill: "var(--river)",
       }),
     ),
+    ...dots
+      .filter((each) => each === 0 || each === position)
+      .filter((each) => each === 0 || Math.hypot(at(begin).cx - at(end).cx, at(begin).cy - at(end).cy) > 16)
+      .map((each) => {
+        const turned = each === 0 ? begin : end;
+        const [far, label] = [radius + 10, String(each)];
+        return text(x + far * Math.cos(turned), y - far * Math.sin(turned) + 4, label, {
+          anchor: "middle",
+          kind: "faint",
+        });
+      }),
     size > 0 ? arrow([x, y], [at(begin).cx, at(begin).cy], "before") : null,
   ].filter((node) => node !== null);
 }
@@ -87,6 +99,7 @@ function turn({ from, to, isFirst, names, angle }, { x, y, radius }) {
   const whole = Math.floor(Math.abs(angle) / TURN);
   const drawn = sign * ((Math.abs(angle) % TURN) + TURN * Math.min(MOST_TURNS, whole));
   const steps = Math.max(2, Math.ceil(Math.abs(drawn) / 0.08));
+  /** @type {[number, number][]} */
   const points = Array.from({ length: steps + 1 }, (_, step) => {
     const [turned, far] = [
       begin + (drawn * step) / steps,
@@ -104,6 +117,7 @@ function turn({ from, to, isFirst, names, angle }, { x, y, radius }) {
   const line = points.map(([a, b], index) => `${index === 0 ? "M" : "L"} ${a.toFixed(1)} ${b.toFixed(1)}`).join(" ");
   return [
     svg("path", { d: line, class: "arc" }),
+    arrow(points[Math.max(0, points.length - 4)], points[points.length - 1], "arc-end"),
     svg("path", { d: `M ${tip[0]} ${tip[1]} L ${foot[0]} ${foot[1]}`, class: "projection" }),
     svg("circle", {
       ...{ cx: foot[0], cy: foot[1], r: 3.5, fill: "var(--path)" },
