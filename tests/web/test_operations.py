@@ -148,7 +148,7 @@ def test_the_shares_of_a_softmax_are_those_of_the_service(page: "Page", bundled:
 def test_a_probability_is_drawn_among_the_most_likely_tokens(page: "Page", bundled: Running, base: str) -> None:
     top = bundled.answer("/forward", prompt=PROMPT, stages=["loss"], top_k=10)["predictions"][-1]["top"]
     open_view(page, base, "network", prompt=PROMPT, at="predictions", cell=top[3]["id"])
-    picture = page.locator("operation-picture").last
+    picture = page.locator("operation-picture").first
     texts = picture.locator(".hit").evaluate_all("(hits) => hits.map(({ dataset }) => dataset.text)")
     assert [text.split(": ")[0] for text in texts] == [quoted(token["text"]) for token in top]
     for text, token in zip(texts, top, strict=True):
