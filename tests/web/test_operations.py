@@ -49,7 +49,7 @@ def stages_of(bundled: Running, *parts: str) -> dict[str, Any]:
 
 
 def texts_of(page: "Page", start: str) -> list[str]:
-    """What is said of the elements of the picture, as far as it begins so."""
+    """The texts of the elements of the picture that begin with `start`."""
     texts: list[str] = page.locator(HITS).evaluate_all("(hits) => hits.map(({ dataset }) => dataset.text)")
     return [text for text in texts if text.startswith(start)]
 

@@ -72,10 +72,11 @@ export const score = {
     const { products, sum, factor, scaled, cap, capped } = scoreOf(place);
     const result = [sum, ...(factor ? [`${factor} =`, scaled] : []), ...(cap ? [`cap ${cap}:`, capped] : [])];
     const [query, other] = [pass.tokens[row], pass.tokens[key]];
+    const words = result.map((each) => (typeof each === "number" ? said(each) : each)).join(" ");
     return productPicture({
       label:
         `The query of ${quoted(query)} times the key of ${quoted(other)}, number by number: ` +
-        `${products.length} products add up to ${result.map((each) => (typeof each === "number" ? said(each) : each)).join(" ")}.`,
+        `${products.length} products add up to ${words}.`,
       names: [
         ["query", shown(query)],
         ["key", shown(other)],

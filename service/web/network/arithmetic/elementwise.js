@@ -54,8 +54,9 @@ export const sum = {
     }));
     const shorts = names.map((name) => name.replace(/^blocks\.\d+\./, ""));
     const values = vectors.map((vector) => said(vector[column].value));
+    const words = `${values.join(" + ")} = ${said(total[column].value)}`;
     return stripsPicture({
-      label: `${shorts.join(" + ")}, number by number. Number ${column}: ${values.join(" + ")} = ${said(total[column].value)}.`,
+      label: `${shorts.join(" + ")}, number by number. Number ${column}: ${words}.`,
       rows: [
         ...vectors.map((nums, index) => ({ sign: index > 0 ? "+ " : "", name: shorts[index], nums })),
         { sign: "= ", name: part, nums: total },
@@ -244,13 +245,13 @@ export const rotated = {
       return plain(place, "not one of the rotated numbers", ["= ", from], from.value, Math.abs(from.value));
     const isFirst = within < half;
     const other = numOf(place, name, row, isFirst ? column + half : column - half);
-    const { cos, sin, words, speed } = turnAt(place, within % half);
-    const each = `${a.rope_theta}^(−${within % half}/${half}) radians for each position`;
+    const index = within % half;
+    const { cos, sin, words, speed } = turnAt(place, index);
+    const angle = speed === null ? words : `${a.rope_theta}^(−${index}/${half}) radians for each position`;
     const computed = from.value * cos + other.value * (isFirst ? -sin : sin);
     return plain(
       place,
-      `numbers ${within % half} and ${(within % half) + half} are a pair, turned by ${speed === null ? words : each}: ` +
-        `cos ${said(cos)}, sin ${said(sin)}`,
+      `numbers ${index} and ${index + half} are a pair, turned by ${angle}: cos ${said(cos)}, sin ${said(sin)}`,
       [from, " × ", { value: cos }, isFirst ? " − " : " + ", other, " × ", { value: sin }, " = ", { value: computed }],
       computed,
       // cosine and sine are rounded to the format, and their angles are computed in float32

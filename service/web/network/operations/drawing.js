@@ -1,4 +1,4 @@
-// The small parts of which the pictures of operations consist: texts, cells, bars, arrows, and what the pointer can hit.
+// The small parts of the pictures of operations: texts, cells, bars, arrows, and what the pointer can hit.
 
 import { svg } from "../../dom.js";
 import { colour, css, textOn } from "../../draw/colours.js";
@@ -12,6 +12,7 @@ import { said } from "../arithmetic/explanation.js";
  * @typedef {{ text: string, num?: Num, key?: string | number }} Hit `text`: what is said of it; `num`: where it comes
  *   from; `key`: elements with the same one are marked together
  * @typedef {Hit & { value: number }} Cell
+ * @typedef {"" | "faint" | "token" | "result" | "strong"} Kind
  */
 
 const LEAST_CELL = 2; // pixels; of narrower cells, some neighbours are one
@@ -26,7 +27,7 @@ const PERCENTILE = 0.985;
  * @param {number} x
  * @param {number} y of its base line
  * @param {string} content
- * @param {{ anchor?: "start" | "middle" | "end", kind?: "" | "faint" | "token" | "result" | "strong", room?: number }} [look]
+ * @param {{ anchor?: "start" | "middle" | "end", kind?: Kind, room?: number }} [look]
  */
 export function text(x, y, content, { anchor = "start", kind = "", room = Infinity } = {}) {
   const most = Math.max(2, Math.floor(room / LETTER[kind === "token" ? "token" : ""]));
@@ -158,7 +159,8 @@ export function mark({ x, y, width, height }, index, count) {
 }
 
 /**
- * Numbers in frames with texts between them, in one line; the last frame is the result. `first`: the middle of the first frame.
+ * Numbers in frames with texts between them, in one line; the last frame is the result. `first`: the middle of the
+ * first frame.
  * @param {number} left
  * @param {number} y
  * @param {number} room

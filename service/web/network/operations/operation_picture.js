@@ -11,9 +11,9 @@ const MOST_WIDTH = 460;
 const STEP = 130; // milliseconds between two parts
 
 /**
- * Elements of the picture that drawing.js makes with `hit` have a text and perhaps a place in the network. Events, which
- * bubble: "say" with detail {text} while such an element is under the pointer or is chosen with the arrow keys, and null
- * afterwards; "go" with {stage, row, column} for a click or Enter on it.
+ * Elements that drawing.js makes with `hit` have a text, and perhaps a place in the network. Two events bubble: "say"
+ * with detail {text} while such an element is under the pointer or chosen with the arrow keys, and null afterwards; "go"
+ * with {stage, row, column} for a click or Enter on it. With the attribute "still", the picture appears without motion.
  */
 export class OperationPicture extends HTMLElement {
   #label;

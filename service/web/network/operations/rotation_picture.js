@@ -9,8 +9,8 @@ import { OperationPicture } from "./operation_picture.js";
  * @import { Num } from "../arithmetic/explanation.js"
  * @typedef {{ angle: number, text: string, num: Num }} Clock a pair of the head, and its angle
  * @typedef {{
- *   names: [number, number], letter: string, from: Num[], to: number[], isFirst: boolean, position: number, angle: number,
- *   speed: number | null, clocks: Clock[], chosen: number,
+ *   names: [number, number], letter: string, from: Num[], to: number[], isFirst: boolean, position: number,
+ *   angle: number, speed: number | null, clocks: Clock[], chosen: number,
  * }} Rotation `names`: the indices of the pair; `isFirst`: whether the explained number is the first one; `speed`:
  *   radians for each position, if the angle is that of the formula
  */
@@ -128,7 +128,7 @@ function turn({ from, to, isFirst, names, angle }, { x, y, radius }) {
 }
 
 /**
- * The angle and the pair in numbers, and a small clock for each pair of the head.
+ * The angle and the pair in numbers, and below them the clocks.
  * @param {Rotation} rotation
  * @param {number} x
  * @param {number} room
@@ -145,22 +145,9 @@ function wordsOf({ from, to, position, angle, speed, clocks, chosen, names }, x,
   const below = 14 + lines.length * 15 + 6;
   const key = (/** @type {string} */ kind, /** @type {number} */ y) =>
     svg("path", { d: `M ${x} ${y - 4} h 14`, class: `${kind} shaft` });
-  const clockTop = below + 46;
-  const size = Math.min(22, Math.floor(Math.sqrt((room * 54) / clocks.length)));
-  const columns = Math.max(1, Math.floor(room / size));
-  const faces = clocks.flatMap((clock, index) => {
-    const [cx, cy] = [x + ((index % columns) + 0.5) * size, clockTop + (Math.floor(index / columns) + 0.5) * size];
-    const r = size / 2 - (size > 12 ? 2 : 1);
-    const hand = [cx + r * Math.cos(clock.angle), cy - r * Math.sin(clock.angle)];
-    const kind = index === chosen ? "clock chosen-clock" : "clock";
-    return [
-      svg("circle", { cx, cy, r, class: kind }),
-      svg("path", { d: `M ${cx} ${cy} L ${hand[0].toFixed(2)} ${hand[1].toFixed(2)}`, class: kind }),
-      svg("circle", { cx, cy, r, fill: "transparent", ...hit(clock) }),
-    ];
-  });
+  const small = clocksOf(clocks, chosen, { x, y: below + 32, room });
   return {
-    height: clockTop + Math.ceil(clocks.length / columns) * size + 4,
+    height: small.bottom + 4,
     before: [
       key("before", below + 2),
       text(x + 20, below + 2, pair(from.map(({ value }) => value)), { room: room - 20 }),
@@ -178,12 +165,35 @@ function wordsOf({ from, to, position, angle, speed, clocks, chosen, names }, x,
       key("after", below + 18),
       text(x + 20, below + 18, pair(to), { kind: "result", room: room - 20 }),
     ],
-    clocks: [
-      text(x, clockTop - 6, clocks.length === 1 ? "the only pair" : `the turns of all ${clocks.length} pairs`, {
-        kind: "faint",
-      }),
-      ...faces,
-    ],
+    clocks: small.nodes,
+  };
+}
+
+/**
+ * A clock for each pair of the head, whose hand shows its angle.
+ * @param {Clock[]} clocks
+ * @param {number} chosen
+ * @param {{ x: number, y: number, room: number }} place
+ */
+function clocksOf(clocks, chosen, { x, y, room }) {
+  const top = y + 14;
+  const size = Math.min(22, Math.floor(Math.sqrt((room * 54) / clocks.length)));
+  const columns = Math.max(1, Math.floor(room / size));
+  const faces = clocks.flatMap((clock, index) => {
+    const [cx, cy] = [x + ((index % columns) + 0.5) * size, top + (Math.floor(index / columns) + 0.5) * size];
+    const r = size / 2 - (size > 12 ? 2 : 1);
+    const hand = [cx + r * Math.cos(clock.angle), cy - r * Math.sin(clock.angle)];
+    const kind = index === chosen ? "clock chosen-clock" : "clock";
+    return [
+      svg("circle", { cx, cy, r, class: kind }),
+      svg("path", { d: `M ${cx} ${cy} L ${hand[0].toFixed(2)} ${hand[1].toFixed(2)}`, class: kind }),
+      svg("circle", { cx, cy, r, fill: "transparent", ...hit(clock) }),
+    ];
+  });
+  const words = clocks.length === 1 ? "the only pair" : `the turns of all ${clocks.length} pairs`;
+  return {
+    bottom: top + Math.ceil(clocks.length / columns) * size,
+    nodes: [text(x, y + 8, words, { kind: "faint" }), ...faces],
   };
 }
 

@@ -13,8 +13,8 @@ import { OperationPicture } from "./operation_picture.js";
 const PITCH = 31;
 
 /**
- * @param {{ label: string, rows: Row[], chosen: number, nameOf?: (index: number) => string }} strips `rows`: the last one
- *   is the result; `chosen`: the index of the explained number
+ * @param {{ label: string, rows: Row[], chosen: number, nameOf?: (index: number) => string }} strips `rows`: the last
+ *   one is the result; `chosen`: the index of the explained number
  */
 export function stripsPicture({ label, rows, chosen, nameOf = (index) => `number ${index}` }) {
   const size = strongest(rows.flatMap(({ nums }) => nums.map(({ value }) => value)));
