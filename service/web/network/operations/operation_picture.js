@@ -12,8 +12,8 @@ const STEP = 130; // milliseconds between two parts
 
 /**
  * Elements that drawing.js makes with `hit` have a text, and perhaps a place in the network. Two events bubble: "say"
- * with detail {text} while such an element is under the pointer or chosen with the arrow keys, and null afterwards; "go"
- * with {stage, row, column} for a click or Enter on it. With the attribute "still", the picture appears without motion.
+ * with detail {text} while such an element is under the pointer or chosen with the arrow keys, and null afterwards;
+ * "go" with {stage, row, column} for a click or Enter on it. With the attribute "still", the picture does not move.
  */
 export class OperationPicture extends HTMLElement {
   #label;
