@@ -82,6 +82,18 @@ def test_axe_finds_nothing_serious_in_steered_texts_and_a_sweep(
     assert page.evaluate("document.documentElement.scrollWidth") <= page.evaluate("innerWidth")
 
 
+@pytest.mark.parametrize("look", ["light", "dark", "phone"])
+def test_axe_finds_nothing_serious_in_pictures_of_operations(
+    open_page: OpenPage, base: str, axe: str, look: str
+) -> None:
+    page = open_page(dark=look == "dark", phone=look == "phone")
+    for part in ("attn.scores", "attn.pattern", "attn.rot_q", "attn.z", "ln1.normalized", "mlp.post", "resid_mid"):
+        open_view(page, base, "network", prompt="The old man was", at=f"blocks.2.{part}", cell=1)
+        page.locator("operation-picture").focus()
+        page.keyboard.press("ArrowRight")
+        assert serious_findings(page, axe) == []
+
+
 @pytest.mark.parametrize("view", VIEWS)
 def test_no_view_is_wider_than_a_phone(open_page: OpenPage, base: str, view: str) -> None:
     """At a width of 380 pixels, only the pictures themselves scroll to the side."""

@@ -14,8 +14,15 @@ import { LISTED, MOST_TERMS, said } from "./arithmetic/explanation.js";
 
 /** Event "go" with detail {stage, row, column} when a number is chosen. */
 export class CellArithmetic extends HTMLElement {
+  /** @type {string | undefined} the stage that was shown last */
+  #stage;
+
   /** @param {...(Shown)} numbers */
   show(...numbers) {
+    for (const { explained } of numbers)
+      if (explained.picture instanceof Element)
+        explained.picture.toggleAttribute("still", explained.place.stage.name === this.#stage); // it moves once
+    this.#stage = numbers.at(-1)?.explained.place.stage.name;
     this.replaceChildren(...numbers.flatMap((each) => this.#number(each)));
   }
 
@@ -29,10 +36,16 @@ export class CellArithmetic extends HTMLElement {
       before === undefined ? "" : el("p", {}, `Without the edits: ${said(before)}.`),
     ];
     if (!explanation) return [...heading, el("p", { class: "faint" }, formula), edited(edits)];
+    const line = el("p", { class: "faint", "aria-live": picture && "polite" }, explanation.sentence);
+    picture?.addEventListener("say", (event) => {
+      const { text } = /** @type {CustomEvent<{ text: string | null }>} */ (event).detail;
+      line.style.minHeight = `${line.offsetHeight}px`; // what follows stays where it is
+      line.textContent = text ?? explanation.sentence;
+    });
     return [
       ...heading,
       picture ?? "",
-      el("p", { class: "faint" }, explanation.sentence),
+      line,
       el(
         "p",
         { class: "sum" },

@@ -313,8 +313,8 @@ export default class Network extends View {
       const token = pass.predictions.get(row)?.find(({ id }) => id === column) ?? { id: column };
       const title = `${quoted(token)} after ${quoted(pass.tokens[row])}`;
       this.#cell.show(
-        { title: `Logit of ${title}`, explained: logit, edits, before: before?.logits.values[column] },
         { title: `Probability of ${title}`, explained: probability, before: before?.probabilities.values[column] },
+        { title: `Logit of ${title}`, explained: logit, edits, before: before?.logits.values[column] },
       );
       return;
     }

@@ -1,10 +1,15 @@
 // The arithmetic of attention: scores, the mask, the pattern, and what the heads take from the tokens.
 
-import { quoted } from "../../format.js";
-import { LISTED, MOST_TERMS, numOf, siblingOf, slackOf, sumOfProducts, unitOf } from "./explanation.js";
+import { quoted, shown } from "../../format.js";
+import { mixturePicture } from "../operations/mixture_picture.js";
+import { productPicture } from "../operations/product_picture.js";
+import { softmaxPicture } from "../operations/softmax_picture.js";
+import { stripsPicture } from "../operations/strips_picture.js";
+import { numOf, said, siblingOf, slackOf, sumOfProducts, unitOf } from "./explanation.js";
+import { softmax } from "./softmax.js";
 
 /**
- * @import { Kind, Place, Term } from "./explanation.js"
+ * @import { Kind, Place } from "./explanation.js"
  */
 
 /** The key-value head that a query head reads. @param {Place} place @param {number} kvHeads */
@@ -17,6 +22,25 @@ const queriesOf = (place) => siblingOf(place, "attn.rot_q", "attn.q_norm.out", "
 /** @param {Place} place */
 const keysOf = (place) => siblingOf(place, "attn.rot_k", "attn.k_norm.out", "attn.k") ?? "";
 
+/** The products of a score, its sum, and how the sum is scaled and capped. @param {Place} place */
+function scoreOf(place) {
+  const { architecture, row, within: key, head } = place;
+  const size = architecture.d_head;
+  const kvHead = kvHeadOf(place, architecture.num_kv_heads);
+  const products = Array.from({ length: size }, (_, index) => ({
+    name: String(index),
+    a: numOf(place, queriesOf(place), row, head * size + index),
+    b: numOf(place, keysOf(place), key, kvHead * size + index),
+  }));
+  const sums = sumOfProducts(products);
+  const { attention_scale: scale, attention_softcap: cap } = architecture;
+  const isRoot = Math.abs(scale - size ** -0.5) < 1e-6;
+  const scaled = sums.sum * scale;
+  const capped = cap ? cap * Math.tanh(scaled / cap) : scaled;
+  const factor = scale === 1 ? null : isRoot ? `÷ √${size}` : `× ${scale.toPrecision(4)}`;
+  return { ...sums, products, scale, factor, scaled, cap, capped };
+}
+
 /** @type {Kind} */
 export const score = {
   needs: (place) => [
@@ -24,22 +48,8 @@ export const score = {
     { stages: [keysOf(place)], rows: [place.within] },
   ],
   explain(place) {
-    const { pass, architecture, row, within: key, head } = place;
-    const [queries, keys] = [queriesOf(place), keysOf(place)];
-    const numKv = architecture.num_kv_heads;
-    const size = architecture.d_head;
-    const kvHead = kvHeadOf(place, numKv);
-    const products = Array.from({ length: size }, (_, index) => ({
-      name: String(index),
-      a: numOf(place, queries, row, head * size + index),
-      b: numOf(place, keys, key, kvHead * size + index),
-    }));
-    const { formula, terms, rest, sum, size: sizes } = sumOfProducts(products);
-    const scale = architecture.attention_scale;
-    const isRoot = Math.abs(scale - size ** -0.5) < 1e-6;
-    const scaled = sum * scale;
-    const cap = architecture.attention_softcap;
-    const computed = cap ? cap * Math.tanh(scaled / cap) : scaled;
+    const { pass, row, within: key } = place;
+    const { formula, terms, rest, sum, size, scale, factor, scaled, cap, capped } = scoreOf(place);
     return {
       sentence: `query of ${quoted(pass.tokens[row])} · key of ${quoted(pass.tokens[key])}`,
       formula: [
@@ -47,15 +57,33 @@ export const score = {
         ...formula,
         " = ",
         { value: sum },
-        ...(scale === 1 ? [] : [isRoot ? `;  ÷ √${size} = ` : `;  × ${scale.toPrecision(4)} = `, { value: scaled }]),
-        ...(cap ? [`;  ${cap} × tanh(… ÷ ${cap}) = `, { value: computed }] : []),
+        ...(factor ? [`;  ${factor} = `, { value: scaled }] : []),
+        ...(cap ? [`;  ${cap} × tanh(… ÷ ${cap}) = `, { value: capped }] : []),
       ],
       columns: ["number", "query", "key", "product"],
       terms,
       rest,
-      computed,
-      slack: slackOf(place, sizes * scale),
+      computed: capped,
+      slack: slackOf(place, size * scale),
     };
+  },
+  picture(place) {
+    const { pass, row, within: key } = place;
+    const { products, sum, factor, scaled, cap, capped } = scoreOf(place);
+    const result = [sum, ...(factor ? [`${factor} =`, scaled] : []), ...(cap ? [`cap ${cap}:`, capped] : [])];
+    const [query, other] = [pass.tokens[row], pass.tokens[key]];
+    const words = result.map((each) => (typeof each === "number" ? said(each) : each)).join(" ");
+    return productPicture({
+      label:
+        `The query of ${quoted(query)} times the key of ${quoted(other)}, number by number: ` +
+        `${products.length} products add up to ${words}.`,
+      names: [
+        ["query", shown(query)],
+        ["key", shown(other)],
+      ],
+      products,
+      result,
+    });
   },
 };
 
@@ -78,72 +106,47 @@ export const maskedScore = {
       slack: slackOf(place, Math.abs(from.value)),
     };
   },
+  picture(place) {
+    const { pass, row, head, within, stage, served } = place;
+    const [scores, masked] = ["attn.scores", "attn.attn_scores"].map((part) =>
+      pass.tokens.map((_, key) => numOf(place, siblingOf(place, part) ?? "", row, head * stage.columns + key)),
+    );
+    return stripsPicture({
+      label:
+        `The scores of ${quoted(pass.tokens[row])} for all keys, and after the mask: ${said(scores[within].value)} ` +
+        (Number.isFinite(served) ? "stays." : "becomes −∞."),
+      rows: [
+        { sign: "", name: "scores", nums: scores },
+        { sign: "", name: "masked", nums: masked },
+      ],
+      chosen: within,
+      nameOf: (key) => `key ${key} ${quoted(pass.tokens[key])}`,
+    });
+  },
 };
+
+/** The scores of a query for all keys. @param {Place} place */
+function maskedScores(place) {
+  const { pass, row, head, stage } = place;
+  return pass.tokens.map((token, key) => ({
+    name: `${key} ${quoted(token)}`,
+    num: numOf(place, siblingOf(place, "attn.attn_scores") ?? "", row, head * stage.columns + key),
+  }));
+}
 
 /** @type {Kind} */
 export const pattern = {
   needs: (place) => [{ stages: [siblingOf(place, "attn.attn_scores") ?? ""], rows: [place.row] }],
   explain(place) {
-    const name = siblingOf(place, "attn.attn_scores") ?? "";
-    const { pass, row, within: key, head, stage } = place;
-    const scores = Array.from({ length: stage.columns }, (_, at) => numOf(place, name, row, head * stage.columns + at));
-    const share = softmax(
-      place,
-      scores.map((num, at) => ({ name: `${at} ${quoted(pass.tokens[at])}`, num })),
-      key,
-    );
+    const entries = maskedScores(place);
+    const share = softmax(place, entries, place.within);
     // the service computes it from scores before they are rounded; the derivative of a share p is p (1 - p)
-    const sizes = scores.map(({ value }) => Math.abs(value)).filter(Number.isFinite);
+    const sizes = entries.map(({ num }) => Math.abs(num.value)).filter(Number.isFinite);
     share.slack += 2 * place.served * (1 - place.served) * unitOf(place) * Math.max(...sizes);
     return share;
   },
+  picture: (place) => softmaxPicture(maskedScores(place), place.within, { from: "score", to: "weight" }),
 };
-
-/**
- * A softmax with its columns: number, e^number, share. The largest is subtracted first, as every implementation does.
- * @param {Place} place
- * @param {{ name: string, num: import("./explanation.js").Num }[]} entries
- * @param {number} chosen
- * @returns {import("./explanation.js").Explanation}
- */
-export function softmax(place, entries, chosen) {
-  const finite = entries.filter(({ num }) => Number.isFinite(num.value));
-  const largest = finite.reduce((most, { num }) => Math.max(most, num.value), -Infinity);
-  const powers = entries.map(({ num }) => (Number.isFinite(num.value) ? Math.exp(num.value - largest) : 0));
-  const sum = powers.reduce((total, power) => total + power, 0);
-  const computed = powers[chosen] / sum;
-  const order = [...entries.keys()].sort((a, b) => powers[b] - powers[a] || a - b);
-  const rank = order.indexOf(chosen);
-  if (rank >= LISTED) order.splice(LISTED - 1, 0, ...order.splice(rank, 1)); // the chosen one is always listed
-  const left = order.slice(LISTED);
-  /** @type {Term[]} */
-  const terms = order.slice(0, MOST_TERMS).map((index) => ({
-    name: entries[index].name,
-    cells: [entries[index].num, { value: powers[index] }, { value: powers[index] / sum }],
-    share: powers[index] / sum,
-  }));
-  const leftShare = left.reduce((total, index) => total + powers[index], 0) / sum;
-  return {
-    sentence: `softmax over ${finite.length} numbers; the largest is subtracted from each first`,
-    formula: [
-      "e^(",
-      entries[chosen].num,
-      " − ",
-      { value: largest },
-      ") ÷ Σ = ",
-      { value: powers[chosen] },
-      " ÷ ",
-      { value: sum },
-      " = ",
-      { value: computed },
-    ],
-    columns: ["", "number", "e^(number − largest)", "÷ Σ"],
-    terms,
-    rest: left.length > 0 ? `${left.length} others share ${leftShare.toPrecision(3)}.` : "",
-    computed,
-    slack: slackOf(place, computed, 1),
-  };
-}
 
 /** @type {Kind} */
 export const head = {
@@ -155,16 +158,8 @@ export const head = {
     ];
   },
   explain(place) {
-    const { pass, row, head: at, within, stage } = place;
-    const [patterns, values] = [siblingOf(place, "attn.pattern") ?? "", siblingOf(place, "attn.v") ?? ""];
-    const kvHeads = pass.stages.get(values)?.heads ?? 1;
-    const kvHead = kvHeadOf(place, kvHeads);
-    const count = pass.tokens.length;
-    const products = pass.tokens.map((token, key) => ({
-      name: `${key} ${quoted(token)}`,
-      a: numOf(place, patterns, row, at * count + key),
-      b: numOf(place, values, key, kvHead * stage.columns + within),
-    }));
+    const { pass, row, within } = place;
+    const products = sourcesOf(place).map(({ name, weight, values }) => ({ name, a: weight, b: values[within] }));
     const { formula, terms, rest, sum, size } = sumOfProducts(products);
     return {
       sentence: `for each token, how much ${quoted(pass.tokens[row])} attends to it × its value`,
@@ -177,4 +172,27 @@ export const head = {
       slack: slackOf(place, size) + size * 2 ** -8,
     };
   },
+  picture(place) {
+    const { pass, row, head: at, within } = place;
+    return mixturePicture({
+      label:
+        `The values of all tokens, each times how much ${quoted(pass.tokens[row])} attends to it, ` +
+        `add up to the output of head ${at}. Number ${within} of it is marked.`,
+      sources: sourcesOf(place),
+      name: `output of H${at}`,
+      chosen: within,
+    });
+  },
 };
+
+/** What a head reads: the weight and the value of each token. @param {Place} place */
+function sourcesOf(place) {
+  const { pass, row, head: at, stage } = place;
+  const [patterns, values] = [siblingOf(place, "attn.pattern") ?? "", siblingOf(place, "attn.v") ?? ""];
+  const first = kvHeadOf(place, pass.stages.get(values)?.heads ?? 1) * stage.columns;
+  return pass.tokens.map((token, key) => ({
+    name: `${key} ${quoted(token)}`,
+    weight: numOf(place, patterns, row, at * pass.tokens.length + key),
+    values: Array.from({ length: stage.columns }, (_, index) => numOf(place, values, key, first + index)),
+  }));
+}

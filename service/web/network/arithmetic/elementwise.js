@@ -1,8 +1,13 @@
 // The arithmetic of stages that change each number by itself, or with few others: sums of the residual stream, norms,
 // rotary pairs, activations, and the choice of experts.
 
-import { softmax } from "./attention.js";
+import { activationPicture } from "../operations/activation_picture.js";
+import { normPicture } from "../operations/norm_picture.js";
+import { rotationPicture } from "../operations/rotation_picture.js";
+import { softmaxPicture } from "../operations/softmax_picture.js";
+import { stripsPicture } from "../operations/strips_picture.js";
 import { numOf, said, siblingOf, slackOf, sumOf, unitOf } from "./explanation.js";
+import { softmax } from "./softmax.js";
 
 /**
  * @import { Architecture } from "../../answers.js"
@@ -34,7 +39,30 @@ export const sum = {
     const addends = names.map((name) => numOf(place, name, place.row, place.column));
     const computed = addends.reduce((total, { value }) => total + value, 0);
     const size = addends.reduce((total, { value }) => total + Math.abs(value), 0);
-    return plain(place, names.join(" + "), [...joined(addends, " + "), " = ", { value: computed }], computed, size);
+    const sentence = names.length > 1 ? `${names.length} vectors, added number by number` : names.join();
+    return plain(place, sentence, [...joined(addends, " + "), " = ", { value: computed }], computed, size);
+  },
+  picture(place) {
+    const { stage, row, column, part } = place;
+    const names = addendsOf(place);
+    if (names.length < 2) return null;
+    const vectors = names.map((name) =>
+      Array.from({ length: stage.columns }, (_, index) => numOf(place, name, row, index)),
+    );
+    const total = vectors[0].map((_, index) => ({
+      value: vectors.reduce((sofar, vector) => sofar + vector[index].value, 0),
+    }));
+    const shorts = names.map((name) => name.replace(/^blocks\.\d+\./, ""));
+    const values = vectors.map((vector) => said(vector[column].value));
+    const words = `${values.join(" + ")} = ${said(total[column].value)}`;
+    return stripsPicture({
+      label: `${shorts.join(" + ")}, number by number. Number ${column}: ${words}.`,
+      rows: [
+        ...vectors.map((nums, index) => ({ sign: index > 0 ? "+ " : "", name: shorts[index], nums })),
+        { sign: "= ", name: part, nums: total },
+      ],
+      chosen: column,
+    });
   },
 };
 
@@ -76,6 +104,11 @@ function isRms({ part, architecture: a }) {
   return part.startsWith("attn.") ? a.qk_norm !== "each_head" : a.norm === "rms";
 }
 
+/** What a norm subtracts first. @param {Place} place @param {Num[]} vector */
+function meanOf(place, vector) {
+  return isRms(place) ? 0 : vector.reduce((total, { value }) => total + value, 0) / vector.length;
+}
+
 /** @param {Place} place */
 const normNeeds = (place) => [{ stages: normInput(place), rows: [place.row] }];
 
@@ -86,7 +119,7 @@ export const divisor = {
     const vector = normVector(place);
     if (vector.length === 0) return null;
     const count = vector.length;
-    const mean = isRms(place) ? 0 : vector.reduce((total, { value }) => total + value, 0) / count;
+    const mean = meanOf(place, vector);
     const {
       formula,
       terms,
@@ -103,7 +136,7 @@ export const divisor = {
         };
       }),
     );
-    const eps = place.architecture.norm_eps;
+    const eps = Number(place.architecture.norm_eps.toPrecision(4)); // some are floats
     const computed = Math.sqrt(total / count + eps);
     const first = isRms(place) ? ["mean of the squares = ("] : ["mean = ", { value: mean }, ";  variance = ("];
     const end = [`) ÷ ${count} = `, { value: total / count }, `;  √(… + ${eps}) = `, { value: computed }];
@@ -120,6 +153,16 @@ export const divisor = {
       rest,
     };
   },
+  picture(place) {
+    const vector = normVector(place);
+    if (vector.length === 0) return null;
+    const mean = meanOf(place, vector);
+    const square = vector.reduce((total, { value }) => total + (value - mean) ** 2, 0) / vector.length;
+    return normPicture({
+      ...{ vector, mean, isCentred: !isRms(place) },
+      divisor: Math.sqrt(square + place.architecture.norm_eps),
+    });
+  },
 };
 
 /** @type {Kind} */
@@ -131,13 +174,8 @@ export const normalized = {
   explain(place) {
     const vector = normVector(place);
     if (vector.length === 0) return null;
-    const scale = numOf(
-      place,
-      place.stage.name.replace("normalized", "scale"),
-      place.row,
-      place.stage.heads > 1 ? place.head : 0,
-    );
-    const mean = isRms(place) ? 0 : vector.reduce((total, { value }) => total + value, 0) / vector.length;
+    const scale = scaleOf(place);
+    const mean = meanOf(place, vector);
     const from = vector[place.stage.heads > 1 ? place.within : place.column];
     const computed = (from.value - mean) / scale.value;
     const top = isRms(place) ? [from] : ["(", from, " − mean ", { value: mean }, ")"];
@@ -149,7 +187,22 @@ export const normalized = {
       (Math.abs(from.value) + Math.abs(mean)) / scale.value,
     );
   },
+  picture(place) {
+    const vector = normVector(place);
+    if (vector.length === 0) return null;
+    return normPicture({
+      ...{ vector, mean: meanOf(place, vector), isCentred: !isRms(place) },
+      divisor: scaleOf(place).value,
+      chosen: place.stage.heads > 1 ? place.within : place.column,
+    });
+  },
 };
+
+/** The divisor of a norm. @param {Place} place */
+function scaleOf(place) {
+  const { stage, row, head } = place;
+  return numOf(place, stage.name.replace("normalized", "scale"), row, stage.heads > 1 ? head : 0);
+}
 
 /**
  * How many pairs of numbers of each head are rotated: number i and number i + half.
@@ -172,20 +225,19 @@ export function turnOf(pass, a, { name, before, row, head, index }) {
   const first = head * stage.columns + index;
   const [from, to] = [before, name].map((each) => [first, first + half].map((at) => pass.row(each, row)?.[at] ?? NaN));
   const isPlain = a.rope_theta && !a.rope_scaling && !a.local_rope_theta;
-  const angle = isPlain
-    ? row * (a.rope_theta ?? 1) ** (-index / half)
-    : Math.atan2(to[1], to[0]) - Math.atan2(from[1], from[0]);
+  const speed = isPlain ? (a.rope_theta ?? 1) ** (-index / half) : null;
+  const angle = speed !== null ? row * speed : halfTurn(Math.atan2(to[1], to[0]) - Math.atan2(from[1], from[0]));
   const words = isPlain
     ? `position ${row} × ${a.rope_theta}^(−${index}/${half}) = ${said(angle)} radians`
     : `the angle ${said(angle)} radians`;
-  return { from, to, cos: Math.cos(angle), sin: Math.sin(angle), words };
+  return { from, to, angle, speed, cos: Math.cos(angle), sin: Math.sin(angle), words };
 }
 
 /** @type {Kind} */
 export const rotated = {
   needs: (place) => [{ stages: [beforeRotation(place)], rows: [place.row] }],
   explain(place) {
-    const { architecture: a, row, head, within, column, pass, stage } = place;
+    const { architecture: a, row, within, column, stage } = place;
     const name = beforeRotation(place);
     const from = numOf(place, name, row, column);
     const half = halfOf(a, stage);
@@ -193,19 +245,49 @@ export const rotated = {
       return plain(place, "not one of the rotated numbers", ["= ", from], from.value, Math.abs(from.value));
     const isFirst = within < half;
     const other = numOf(place, name, row, isFirst ? column + half : column - half);
-    const { cos, sin, words } = turnOf(pass, a, { name: stage.name, before: name, row, head, index: within % half });
+    const index = within % half;
+    const { cos, sin, words, speed } = turnAt(place, index);
+    const angle = speed === null ? words : `${a.rope_theta}^(−${index}/${half}) radians for each position`;
     const computed = from.value * cos + other.value * (isFirst ? -sin : sin);
     return plain(
       place,
-      `numbers ${within % half} and ${(within % half) + half} are a pair, rotated by ${words}: ` +
-        `cos ${said(cos)}, sin ${said(sin)}`,
+      `numbers ${index} and ${index + half} are a pair, turned by ${angle}: cos ${said(cos)}, sin ${said(sin)}`,
       [from, " × ", { value: cos }, isFirst ? " − " : " + ", other, " × ", { value: sin }, " = ", { value: computed }],
       computed,
       // cosine and sine are rounded to the format, and their angles are computed in float32
       (Math.abs(from.value) + Math.abs(other.value)) * (1e6 * unitOf(place) + row),
     );
   },
+  picture(place) {
+    const { architecture: a, row, head, within, stage, part } = place;
+    const half = halfOf(a, stage);
+    if (within >= 2 * half) return null;
+    const [index, isFirst] = [within % half, within < half];
+    const columnOf = (/** @type {number} */ at) => head * stage.columns + at;
+    const { from, cos, sin, angle, speed } = turnAt(place, index);
+    return rotationPicture({
+      names: [index, index + half],
+      letter: part.endsWith("q") ? "q" : "k",
+      from: [index, index + half].map((at) => numOf(place, beforeRotation(place), row, columnOf(at))),
+      to: [from[0] * cos - from[1] * sin, from[0] * sin + from[1] * cos],
+      ...{ isFirst, position: row, angle, speed, chosen: index },
+      clocks: Array.from({ length: half }, (_, at) => ({
+        angle: turnAt(place, at).angle,
+        text: `numbers ${at} and ${at + half} turn by ${said(turnAt(place, at).angle)} radians`,
+        num: numOf(place, stage.name, row, columnOf(isFirst ? at : at + half)),
+      })),
+    });
+  },
 };
+
+/** An angle between −π and π. @param {number} angle */
+const halfTurn = (angle) => Math.atan2(Math.sin(angle), Math.cos(angle));
+
+/** The rotation of a pair in the head of a number. @param {Place} place @param {number} index */
+function turnAt(place, index) {
+  const { architecture, row, head, pass, stage } = place;
+  return turnOf(pass, architecture, { name: stage.name, before: beforeRotation(place), row, head, index });
+}
 
 /** @param {Place} place */
 function beforeRotation(place) {
@@ -256,6 +338,16 @@ export const activated = {
       slack: slackOf(place, Math.abs(from.value * (factor?.value ?? 1)), 2),
     };
   },
+  picture(place) {
+    const [gate, up] = [siblingOf(place, "mlp.pre"), siblingOf(place, "mlp.pre_linear")];
+    const { architecture, stage, row, column } = place;
+    const { activation } = architecture;
+    if (gate === null || !(activation in ACTIVATIONS)) return null;
+    const neurons = Array.from({ length: stage.columns }, (_, index) => numOf(place, gate, row, index));
+    const factor = up === null ? null : numOf(place, up, row, column);
+    const name = activation.replace("_tanh", "");
+    return activationPicture({ name, curve: ACTIVATIONS[activation], from: neurons[column], neurons, factor });
+  },
 };
 
 /** @type {Kind} */
@@ -266,16 +358,24 @@ export const expertWeight = {
       rows: [place.row],
     },
   ],
-  explain(place) {
-    const { pass, row, within, architecture: a } = place;
-    const logits = siblingOf(place, "mlp.router_logits") ?? "";
-    const chosen = Array.from(pass.row(siblingOf(place, "mlp.expert_indices") ?? "", row) ?? [], Number);
-    const all = Array.from({ length: pass.stages.get(logits)?.columns ?? 0 }, (_, expert) => expert);
-    const some = a.normalize_expert_weights ? chosen : all;
-    const entries = some.map((expert) => ({ name: `expert ${expert}`, num: numOf(place, logits, row, expert) }));
-    return softmax(place, entries, some.indexOf(chosen[within]));
-  },
+  explain: (place) => softmax(place, ...routed(place)),
+  picture: (place) => softmaxPicture(...routed(place), { from: "router", to: "weight", isRanked: true }),
 };
+
+/**
+ * The logits of the experts among which the weights are shared, and the index of the one at a place.
+ * @param {Place} place
+ * @returns {[{ name: string, num: Num }[], number]}
+ */
+function routed(place) {
+  const { pass, row, within, architecture: a } = place;
+  const logits = siblingOf(place, "mlp.router_logits") ?? "";
+  const chosen = Array.from(pass.row(siblingOf(place, "mlp.expert_indices") ?? "", row) ?? [], Number);
+  const all = Array.from({ length: pass.stages.get(logits)?.columns ?? 0 }, (_, expert) => expert);
+  const some = a.normalize_expert_weights ? chosen : all;
+  const entries = some.map((expert) => ({ name: `expert ${expert}`, num: numOf(place, logits, row, expert) }));
+  return [entries, some.indexOf(chosen[within])];
+}
 
 /**
  * @param {Num[]} nums

@@ -3,9 +3,10 @@
 import { describe } from "../../stages.js";
 import { quoted } from "../../format.js";
 import { readWeight } from "../weights.js";
-import { softmax } from "./attention.js";
+import { softmaxPicture } from "../operations/softmax_picture.js";
 import { numOf } from "./explanation.js";
 import { weighted } from "./products.js";
+import { softmax } from "./softmax.js";
 
 /**
  * @import { Architecture } from "../../answers.js"
@@ -70,6 +71,11 @@ export async function explainPrediction(pass, architecture, { row, id }, signal)
   share.slack += after.served * 2 ** -7; // the service may compute it from logits before they are rounded
   return [
     { place, formula: describe("logits", architecture).formula, explanation: logit },
-    { place: after, formula: describe("probabilities", architecture).formula, explanation: share },
+    {
+      place: after,
+      formula: describe("probabilities", architecture).formula,
+      explanation: share,
+      picture: softmaxPicture(entries, id, { from: "logit", to: "probability", isRanked: true }),
+    },
   ];
 }
