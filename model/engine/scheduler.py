@@ -55,9 +55,10 @@ class ScheduledSequence:
         self.num_sampled = 1 + len(draft) if end == len(sequence.tokens) else 0
 
     def set_draft(self, draft: Sequence[int]) -> None:
-        """Replace the draft by another one of the same length."""
+        """Replace the draft by another one, which is not longer."""
+        self.new_tokens[self.num_new - len(self.draft) :] = draft
         self.draft = draft
-        self.new_tokens[self.num_new - len(draft) :] = draft
+        self.num_new, self.num_sampled = len(self.new_tokens), 1 + len(draft)
 
     @property
     def reaches_newest_token(self) -> bool:
@@ -95,8 +96,8 @@ class StepPlan:
     """One step. The blocks for all its tokens are allocated.
 
     `unwritten_blocks` are the last new block of each sequence. Attention may read such a block before it is full, while
-    it still holds values of other sequences. The earlier blocks of the sequence are full by then. All drafts have
-    `num_network_drafts` tokens, which a draft network has to replace, unless it is 0.
+    it still holds values of other sequences. The earlier blocks of the sequence are full by then. Unless it is 0, all
+    drafts have `num_network_drafts` tokens, which a draft network has to replace, by as many or fewer.
     """
 
     sequences: list[ScheduledSequence]
@@ -237,9 +238,12 @@ class Scheduler:
             sequence = scheduled.sequence
             before = sequence.num_computed
             sequence.num_computed = min(scheduled.start + scheduled.num_new, len(sequence.tokens) - 1)
+            sequence.num_draft_computed = min(sequence.num_draft_computed, sequence.num_computed)
             if scheduled.draft:
                 by_network = plan.num_network_drafts > 0
                 self._account_for_draft(scheduled, sequence.num_computed - before - 1, by_network=by_network)
+            if scheduled.draft or plan.num_network_drafts:
+                self._release_surplus(sequence)
             if sequence.shares_prefix:
                 size = self.pool.block_size
                 for index in range(before // size, sequence.num_computed // size):
@@ -265,7 +269,7 @@ class Scheduler:
             self.pool.forget(scheduled.sequence.blocks)
 
     def _account_for_draft(self, scheduled: ScheduledSequence, num_right: int, *, by_network: bool) -> None:
-        """Count the accepted tokens, and release the blocks that only rejected tokens needed."""
+        """Count the accepted tokens."""
         sequence = scheduled.sequence
         if by_network:
             self._network_acceptance.observe(len(scheduled.draft), num_right)
@@ -273,6 +277,9 @@ class Scheduler:
             sequence.lookup.acceptance.observe(len(scheduled.draft), num_right)
         self.num_drafted += len(scheduled.draft)
         self.num_accepted += num_right
+
+    def _release_surplus(self, sequence: SequenceState) -> None:
+        """Release the blocks that only rejected tokens needed."""
         num_blocks = self._blocks_for(len(sequence.tokens))
         self.pool.release(sequence.blocks[num_blocks:])
         del sequence.blocks[num_blocks:]
