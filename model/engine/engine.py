@@ -78,10 +78,10 @@ class Stats:
 class Engine:
     """Continuous batching of one model. `tokenizer` may be None: then there is no text.
 
-    `adapters` are the adapters that requests may choose, by name. `draft_model` is a cheaper network that drafts tokens:
-    a copy of the network with fewer bits, or with `drafts_from_own_keys` another one with the same tokens, whose keys
-    and values take a part of `cache_bytes`. `open_store` opens a store for computed prefixes; the cache must be on a
-    CPU, of one process.
+    `adapters` are the adapters that requests may choose, by name. `draft_model` is a cheaper network, which drafts
+    tokens: a copy of the network with fewer bits, or with `drafts_from_own_keys` another one with the same tokens,
+    whose keys and values take a part of `cache_bytes`. `open_store` opens a store for computed prefixes; the cache must
+    be on a CPU, of one process.
     """
 
     def __init__(

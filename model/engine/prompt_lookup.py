@@ -18,7 +18,8 @@ MAX_MATCH, MIN_MATCH = 4, 2  # how many of the newest tokens must occur earlier 
 class PromptLookup:
     """Drafts for one sequence, which will have at most `max_length` tokens.
 
-    `allowed_part` cuts a draft before the first token that the grammar of the sequence does not allow. A draft has as many tokens as are worth computing, if every drafted token is right with the measured frequency.
+    A draft has as many tokens as are worth computing, if every drafted token is right with the measured frequency.
+    `allowed_part` cuts a draft before the first token that the grammar of the sequence does not allow.
     """
 
     def __init__(self, max_length: int, allowed_part: Callable[[list[int]], list[int]] | None = None) -> None:

@@ -29,16 +29,18 @@ def drafts_always_pay_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def network(name: str = "llama", dtype: str = "float32", *, change: float = 0.0) -> Transformer:
-    """A tiny network on our kernels, which need a head size of whole vectors. Its greedy text repeats itself.
+    """A tiny network on our kernels. With a `change`, each weight differs by about this part from other networks."""
+    return by_kernels(weights(name, dtype, change=change))
 
-    With a `change`, each weight differs by about this part from that of the other networks.
-    """
+
+def weights(name: str = "llama", dtype: str = "float32", *, change: float = 0.0) -> Transformer:
+    """The network before our kernels pack its weights. They need a head size of whole vectors. Its text repeats."""
     model = Transformer(replace(CONFIGS[name], d_head=16, max_positions=160))
     model.initialize(torch.Generator().manual_seed(0), std=0.1)
     chance = torch.Generator().manual_seed(1)
     for parameter in model.parameters() if change else ():
         parameter.data *= 1 + change * torch.randn(parameter.shape, generator=chance)
-    return by_kernels(model.to(DTYPES[dtype]).requires_grad_(False))
+    return model.to(DTYPES[dtype]).requires_grad_(False)
 
 
 def greedy(id: str, prompt_ids: Sequence[int], **params: Any) -> Request:
