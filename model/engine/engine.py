@@ -112,8 +112,6 @@ class Engine:
         self.num_cache_tokens = num_blocks * config.block_size
         self._model = model
         self._tokenizer = tokenizer
-        self.draft_cache_bytes = draft_token_bytes * self.num_cache_tokens
-        """The part of the cache that a draft network with its own keys and values has."""
         self._cache = _new_cache(model, num_blocks, config)
         self._leading_network = model if isinstance(model, LeadingNetwork) else None
         if self._leading_network is not None:
