@@ -3,12 +3,13 @@
 import logging
 from dataclasses import dataclass
 
-from model.checkpoints.load import Checkpoint, load_checkpoint
-from model.checkpoints.locate import locate
+from model.checkpoints.load import Checkpoint, Contents, load_checkpoint, read_contents
+from model.checkpoints.locate import Location, locate
 from model.checkpoints.memory import Need, PlannedNetwork, require_memory
 from model.choices import Quantization
 from model.engine.cache import bytes_of_token
 from model.errors import short_repr
+from model.network.parameters import count_parameters
 from model.network.transformer import Transformer
 from model.ops.quantization import ROUNDED, LayerFormats
 from service.settings import Settings
@@ -43,7 +44,9 @@ def load_draft(checkpoint: Checkpoint, settings: Settings) -> DraftModel | None:
     if is_copy:  # the head, too: a wrong draft costs only time
         quantize = dict.fromkeys((name for name, _ in served.named_modules()), ROUNDED[draft])
     else:
-        quantize = _quantization_of(draft)
+        location = _locate(draft)
+        _check_contents(checkpoint, read_contents(location), location.name)
+        quantize = "stored" if location.weights.suffix == ".gguf" else "int8"
     planned: list[PlannedNetwork] = []
 
     def check_memory(plan: PlannedNetwork) -> None:
@@ -62,15 +65,8 @@ def load_draft(checkpoint: Checkpoint, settings: Settings) -> DraftModel | None:
     if is_copy:
         logger.info("a copy of the network in %s drafts tokens, %.1f MB", draft, weight_bytes / 1e6)
         return DraftModel(draft, model, weight_bytes, token_bytes=0, is_copy=True)
-    _check_tokens(checkpoint, loaded)
     if model.backend.paged_attention is None:
         raise ValueError(f"draft {draft!r}: our own kernels cannot compute this network; give another one")
-    if loaded.parameters.total >= checkpoint.parameters.total:
-        logger.warning(
-            "the draft network has %s parameters, and the served one %s: such drafts save no time",
-            f"{loaded.parameters.total:,}",
-            f"{checkpoint.parameters.total:,}",
-        )
     context, reached = served.config.max_positions, model.config.max_positions
     if reached < context:
         logger.info("the draft network has a context of %d of %d tokens, and drafts up to there", reached, context)
@@ -85,21 +81,31 @@ def load_draft(checkpoint: Checkpoint, settings: Settings) -> DraftModel | None:
     return DraftModel(loaded.name, model, weight_bytes, token_bytes, is_copy=False)
 
 
-def _quantization_of(source: str) -> Quantization:
-    """The formats of another checkpoint that drafts: those of a GGUF file, and otherwise 8 bits."""
+def _locate(source: str) -> Location:
     try:
-        return "stored" if locate(source).weights.suffix == ".gguf" else "int8"
+        return locate(source)
     except ValueError as error:
         raise ValueError(f"draft {error}; for a copy of the network, give one of {', '.join(ROUNDED)}") from None
 
 
-def _check_tokens(served: Checkpoint, draft: Checkpoint) -> None:
-    """Raise `ValueError` unless both checkpoints have the same tokens. One of them may have a few more."""
+def _check_contents(served: Checkpoint, draft: Contents, name: str) -> None:
+    """Raise `ValueError` unless both checkpoints have the same tokens. One of them may have a few more.
+
+    A warning says if the draft network is not smaller.
+    """
+    num_own, num_other = served.parameters.total, count_parameters(draft.model_config).total
+    if num_other >= num_own:
+        logger.warning(
+            "the draft network %s has %s parameters, and the served one %s: such drafts save no time",
+            name,
+            f"{num_other:,}",
+            f"{num_own:,}",
+        )
     if served.tokenizer is None or draft.tokenizer is None:
-        sizes = [each.model.config.vocab_size for each in (served, draft)]
+        sizes = served.model.config.vocab_size, draft.model_config.vocab_size
         if served.tokenizer is not draft.tokenizer or sizes[0] != sizes[1]:
             reason = "without a tokenizer.json, both networks must have none, and equally many tokens"
-            raise ValueError(f"draft {draft.name}: {reason}; give another one")
+            raise ValueError(f"draft {name}: {reason}; give another one")
         return
     own, other = served.tokenizer.texts_of_ids(), draft.tokenizer.texts_of_ids()
     common = own.keys() & other.keys()
@@ -110,4 +116,4 @@ def _check_tokens(served: Checkpoint, draft: Checkpoint) -> None:
         reason = f"{len(other)} tokens there and {len(own)} here"
     else:
         return
-    raise ValueError(f"draft {draft.name} has another tokenizer: {reason}; give a network with the same tokens")
+    raise ValueError(f"draft {name} has another tokenizer: {reason}; give a network with the same tokens")

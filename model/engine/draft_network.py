@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from model.engine.cache import PagedCache
 from model.engine.draft_cache import DraftCache
 from model.engine.prompt_lookup import MAX_DRAFT
 from model.engine.scheduler import ScheduledSequence
+from model.engine.sequence import SequenceState
 from model.engine.step_graph import ForwardResult
 from model.engine.step_graphs import StepGraphs
 from model.network.transformer import Transformer
@@ -35,6 +37,11 @@ logger = logging.getLogger(__name__)
 # Tokens before the newest one that a draft network with its own keys computes in one step, for all sequences together.
 # While a long prompt takes several steps, the other sequences go on.
 MAX_CATCH_UP = 512
+
+
+class _Blocks(NamedTuple):
+    blocks: list[int]
+    length: int
 
 
 @dataclass
@@ -140,7 +147,7 @@ class DraftNetwork:
                 own.note_computed(sequence, sequence.num_draft_computed + num_missing)
                 room -= num_missing
             each.start = sequence.num_draft_computed
-            each.next_ids = self._known(sequence.tokens[each.start : newest + 1])
+            each.next_ids = sequence.tokens[each.start : newest + 1].tolist()
             if len(each.next_ids) <= MAX_DRAFT + 1:
                 ready.append(each)
         return ready
@@ -149,15 +156,16 @@ class DraftNetwork:
         """Compute tokens of a sequence for their keys alone."""
         sequence = draft.scheduled.sequence
         start = sequence.num_draft_computed
-        tokens = [StepTokens(start, self._known(sequence.tokens[start : start + num_new]), False, sequence)]
+        tokens = [self._step_tokens(sequence, start, sequence.tokens[start : start + num_new], is_decoding=False)]
         attention = self._attention.prepare(tokens)
         context = StepContext(attention, self._cache, tokens, self._model.backend.ops)
         self._model(torch.tensor([tokens[0].new_tokens]), rows=[num_new - 1], context=context)
 
     def _run(self, drafts: Sequence[Draft]) -> ForwardResult | None:
         """One pass over the next tokens of each draft; None: it cannot be computed."""
-        rows = [StepTokens(each.start, self._known(each.next_ids), True, each.scheduled.sequence) for each in drafts]
-        result = self._graphs.run(rows)
+        result = self._graphs.run(
+            [self._step_tokens(each.scheduled.sequence, each.start, each.next_ids, is_decoding=True) for each in drafts]
+        )
         if self._own is not None and result is not None:
             for each in drafts:
                 self._own.note_computed(each.scheduled.sequence, each.start + len(each.next_ids))
@@ -188,7 +196,14 @@ class DraftNetwork:
             logits, argmax = logits[:, : self._vocab_size].contiguous(), None
         return logits, argmax
 
-    def _known(self, token_ids: Sequence[int]) -> list[int]:
-        """These tokens, with token 0 for those that the draft network does not have."""
+    def _step_tokens(
+        self, sequence: SequenceState, start: int, token_ids: Sequence[int], *, is_decoding: bool
+    ) -> StepTokens:
+        """Some tokens of a sequence from position `start` on, with token 0 for those that the draft network lacks.
+
+        Blocks after them are left out: there may be more than the context of the draft network needs.
+        """
         vocab_size = self._model.config.vocab_size
-        return [token_id if token_id < vocab_size else 0 for token_id in token_ids]
+        known = [token_id if token_id < vocab_size else 0 for token_id in token_ids]
+        num_blocks = -(-(start + len(known)) // self._cache.block_size)
+        return StepTokens(start, known, is_decoding, _Blocks(sequence.blocks[:num_blocks], sequence.length))

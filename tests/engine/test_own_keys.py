@@ -5,7 +5,7 @@ values are right.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,14 @@ def drafts_come_from_the_network_and_have_a_fixed_length(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         StepBudget, "network_draft", lambda self, decoding, drafting, acceptance, most: min(LENGTH, most)
     )
+
+
+@pytest.fixture(autouse=True)
+def no_draft_network_has_failed(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A draft network that fails only drafts no more, which no result shows."""
+    yield
+    errors = [record for record in caplog.get_records("call") if record.levelname == "ERROR"]
+    assert bool(errors) == request.node.name.startswith("test_a_draft_network_that_fails")
 
 
 def equal(dtype: str = "float32", **changes: Any) -> Transformer:
