@@ -13,10 +13,13 @@ import pytest
 import torch
 
 from model.engine import draft_network
+from model.engine.cache import PagedCache
+from model.engine.draft_cache import DraftCache
 from model.engine.draft_network import Draft, DraftNetwork
 from model.engine.engine import Engine
 from model.engine.request import Request
 from model.engine.scheduler import ScheduledSequence, Scheduler
+from model.engine.sequence import SequenceState
 from model.engine.step_budget import StepBudget
 from model.network.transformer import Transformer
 from model.text.grammar.grammars import Grammars
@@ -123,11 +126,11 @@ def test_an_equal_network_drafts_every_token_right(options: dict[str, Any], para
 
 
 def test_an_equal_network_drafts_every_token_right_after_preemption() -> None:
-    requests = [greedy(f"{seed}", prompt(4, seed=seed) * 2, max_tokens=24) for seed in range(3)]
-    engine, drafted, plain = both(network(), network(), requests, num_blocks=20, block_size=4)
+    requests = [ask(f"{seed}", prompt(9, seed=seed), seed=seed, max_tokens=40) for seed in range(6)]
+    engine, drafted, plain = both(network(), network(), requests, num_blocks=24, block_size=4)
     assert drafted == plain
-    assert engine.stats().num_preemptions > 0
-    assert_all_accepted(engine, 10)
+    assert engine.stats().num_preemptions > 4
+    assert_all_accepted(engine, 100)
 
 
 def test_an_equal_network_drafts_every_token_right_between_drafts_from_earlier_text(
@@ -210,6 +213,29 @@ def test_blocks_that_other_sequences_have_overwritten_are_computed_again(monkeyp
         request = greedy(f"{round}", [*prompt(20 + round % 3 * 8), *prompt(30, seed=round % 4)], max_tokens=20)
         assert run(engine, request)[request.id, 0].ids == run(plain, request)[request.id, 0].ids
     assert_all_accepted(engine, 100)
+
+
+def test_only_blocks_with_the_same_tokens_count_as_computed() -> None:
+    config = network().config
+    cache = PagedCache(config, 8, 4, dtype=torch.float32, device=torch.device("cpu"))
+    known = DraftCache(cache)
+
+    def sequence(ids: Sequence[int], blocks: list[int]) -> SequenceState:
+        found = SequenceState(1, ids)
+        found.blocks, found.num_computed = blocks, len(ids) - 1
+        known.find_computed(found)
+        return found
+
+    first = sequence(range(9), [0, 1, 2])
+    assert first.num_draft_computed == 0
+    known.note_computed(first, 8)
+    known.find_computed(first)  # as before its next draft
+    assert sequence(range(13), [0, 1, 3, 4]).num_draft_computed == 8
+    assert sequence([*range(4), 9, 9, 9, 9, 9], [0, 1, 2]).num_draft_computed == 4
+    assert sequence(range(9), [5, 6, 7]).num_draft_computed == 0
+    other = sequence(range(20, 29), [1, 5, 6])
+    known.note_computed(other, 2)  # overwrites a part of block 1
+    assert sequence(range(13), [0, 1, 3, 4]).num_draft_computed == 4
 
 
 def test_cancelled_requests_leave_nothing_behind() -> None:
