@@ -129,7 +129,10 @@ class GrammarState:
         """Cut a draft before the first token that the grammar does not allow, as far as this is known without masks."""
         if self._thoughts is not None:
             return draft
-        return draft[: self._matcher.validate_tokens(draft)]
+        count = self._matcher.validate_tokens(draft)
+        if self._matcher.is_error():  # the draft may be wrong, so the sequence may never meet this error
+            self._restart()
+        return draft[: max(count, 0)]
 
     def fill_masks(self, words: Words, draft: Sequence[int]) -> InvalidField | None:
         """Write the mask after the newest token, and one after each drafted token: words (1 + D, W).
