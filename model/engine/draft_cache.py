@@ -1,4 +1,4 @@
-"""Which tokens have keys and values in the cache of a draft network that is not a copy of the served one.
+"""The tokens that have keys and values in the cache of a draft network that is not a copy of the served one.
 
 Each token has the same slot as in the cache of the served network, so both use the same tables of blocks. The draft
 network computes a token only when it drafts for its sequence. Keys of shared prefixes are computed once.
