@@ -294,10 +294,12 @@ class Engine:
             began = time.perf_counter()
         # The first continuation is the prefix leader of the others, so its first step is that of the request.
         started = [each.request.id for each in continuations if each.mark_started() and each.index == 0]
-        sequences = [
-            each.begin_step(self._model, scheduled)
+        parts = [
+            (each, part)
             for each, scheduled in zip(continuations, plan.sequences, strict=True)
+            for part in each.begin_step(self._model, scheduled)
         ]
+        sequences = [part for _, part in parts]
         try:
             if plan.unwritten_blocks and self._runner.reads_unwritten_slots:
                 self._clear(plan.unwritten_blocks)
@@ -315,7 +317,7 @@ class Engine:
             for each in sequences:
                 each.error = error
             self._scheduler.forget(plan)
-        outputs = [self._advance(each, step) for each, step in zip(continuations, sequences, strict=True)]
+        outputs = [self._advance(each, part) for each, part in parts if not part.is_rejected]
         return Step(
             outputs=[output for output in outputs if output is not None],
             started=started,
@@ -387,6 +389,8 @@ class Engine:
 
     def _advance(self, continuation: Continuation, step: StepSequence) -> Output | None:
         """Turn what a step computed into the output of a continuation, and remove the continuation if it has ended."""
+        if continuation.sequence.has_ended:  # by an earlier part of the step
+            return None
         try:
             output = continuation.advance(step)
         except Exception as error:  # this sequence ends with the error, and the others continue

@@ -17,9 +17,11 @@ has a place as long as there are no more owners than places. Beside other owners
 for owners without any: a new owner then finds a free place, and no tokens have to be computed again.
 """
 
+import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,6 +35,7 @@ from model.errors import InvalidField
 
 EXTRA_BESIDE_OTHERS, EXTRA_ALONE = 0.02, 0.04  # seconds that edits and traces may add to a step
 MIN_EXTRA_SHARE, MAX_EXTRA_SHARE = 0.05, 0.3  # of the time of all steps, while sequences run that have neither
+MAX_DRAFTED_EXTRA = 0.1  # of the time of a step: more for each token, and a network drafts none of a sequence
 MAX_DEBT = 0.1  # seconds that edits and traces may have taken beyond their share
 
 
@@ -59,6 +62,16 @@ class ScheduledSequence:
         self.new_tokens[self.num_new - len(self.draft) :] = draft
         self.draft = draft
         self.num_new, self.num_sampled = len(self.new_tokens), 1 + len(draft)
+
+    def single_tokens(self) -> "list[ScheduledSequence]":
+        """The newest token and each drafted one, as if each were computed in a step of its own."""
+        parts = []
+        for index, token_id in enumerate(self.new_tokens):
+            part = copy(self)
+            part.draft, part.new_tokens, part.num_new, part.num_sampled = (), [token_id], 1, 1
+            part.start = self.start + index
+            parts.append(part)
+        return parts
 
     @property
     def reaches_newest_token(self) -> bool:
@@ -355,21 +368,27 @@ class Scheduler:
             sequence, fair_share = scheduled.sequence, -(-room // (len(decoding) - index))
             draft: list[int] = []
             if sequence.lookup is not None and fair_share > 0:
+                acceptance = min_acceptance + self._extra_share(sequence, len(decoding))
                 num_short = sequence.short_length - len(sequence.tokens)  # drafts must not need other keys
                 most = min(fair_share, num_short) if num_short >= 0 else fair_share
-                draft = sequence.lookup.draft(sequence.tokens, most, min_acceptance)
+                draft = sequence.lookup.draft(sequence.tokens, most, acceptance)
                 num_more = self._blocks_for(len(sequence.tokens) + len(draft)) - len(sequence.blocks)
                 if num_more > self.pool.num_free:
                     draft = []
                 else:
                     self._extend(sequence, num_more)
             room -= len(draft)
+            self._charge_draft(sequence, len(draft))
             result.append(ScheduledSequence(sequence, 1, draft) if draft else scheduled)
         return result
 
     def _with_network_drafts(self, decoding: list[ScheduledSequence]) -> tuple[list[ScheduledSequence], int]:
         """Add room for drafts of a network, all of the length that is fastest. Returns the length, too; 0 for none."""
-        drafting = [each.sequence for each in decoding if each.sequence.lookup is not None]
+        drafting = [
+            each.sequence
+            for each in decoding
+            if each.sequence.lookup is not None and self._extra_share(each.sequence, len(decoding)) <= MAX_DRAFTED_EXTRA
+        ]
         if not drafting:
             return decoding, 0
         most = min(MAX_DRAFT, (self._max_tokens - len(decoding)) // len(drafting))
@@ -386,10 +405,24 @@ class Scheduler:
             return decoding, 0
         for sequence, num_more in zip(drafting, lacking, strict=True):
             self._extend(sequence, num_more)
+            self._charge_draft(sequence, length)
+        chosen = set(drafting)
         return [
-            each if each.sequence.lookup is None else ScheduledSequence(each.sequence, 1, [0] * length)
-            for each in decoding
+            ScheduledSequence(each.sequence, 1, [0] * length) if each.sequence in chosen else each for each in decoding
         ], length
+
+    def _charge_draft(self, sequence: SequenceState, length: int) -> None:
+        """Take the time of the edits and traces of drafted tokens from that of all requests with any."""
+        if sequence.extra_cost is not None:
+            self._credit -= length * sequence.extra_cost(sequence.num_computed, 1).usual
+
+    def _extra_share(self, sequence: SequenceState, num_decoding: int) -> float:
+        """The time that edits and traces add for one more token of a sequence, over that of a step without them."""
+        extra = 0.0 if sequence.extra_cost is None else sequence.extra_cost(sequence.num_computed, 1).usual
+        if not extra:
+            return 0.0
+        seconds = self._budget.replayed_seconds(num_decoding, default=self._last_seconds)
+        return extra / seconds if seconds > 0 else math.inf
 
     def _add_prompts(self, planned: list[ScheduledSequence], allowances: dict[SequenceState, int]) -> None:
         """Add tokens of prompts to the decoding sequences of a step.
