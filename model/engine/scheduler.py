@@ -368,9 +368,11 @@ class Scheduler:
             sequence, fair_share = scheduled.sequence, -(-room // (len(decoding) - index))
             draft: list[int] = []
             if sequence.lookup is not None and fair_share > 0:
-                acceptance = min_acceptance + self._extra_share(sequence, len(decoding))
+                with_extra = min_acceptance + self._extra_share(sequence, len(decoding))
+                acceptance = max(min_acceptance, min(with_extra, 1.0))
                 num_short = sequence.short_length - len(sequence.tokens)  # drafts must not need other keys
-                most = min(fair_share, num_short) if num_short >= 0 else fair_share
+                most = min(fair_share, self._most_extra([sequence]))
+                most = min(most, num_short) if num_short >= 0 else most
                 draft = sequence.lookup.draft(sequence.tokens, most, acceptance)
                 num_more = self._blocks_for(len(sequence.tokens) + len(draft)) - len(sequence.blocks)
                 if num_more > self.pool.num_free:
@@ -391,7 +393,7 @@ class Scheduler:
         ]
         if not drafting:
             return decoding, 0
-        most = min(MAX_DRAFT, (self._max_tokens - len(decoding)) // len(drafting))
+        most = min(MAX_DRAFT, (self._max_tokens - len(decoding)) // len(drafting), self._most_extra(drafting))
         for sequence in drafting:
             assert sequence.lookup is not None
             most = min(most, sequence.lookup.max_length - len(sequence.tokens) - 1)  # the step itself adds one token
@@ -413,12 +415,22 @@ class Scheduler:
 
     def _charge_draft(self, sequence: SequenceState, length: int) -> None:
         """Take the time of the edits and traces of drafted tokens from that of all requests with any."""
-        if sequence.extra_cost is not None:
-            self._credit -= length * sequence.extra_cost(sequence.num_computed, 1).usual
+        seconds = length * self._extra_seconds(sequence)
+        self._credit -= seconds
+        self._extra_left -= seconds
+
+    def _most_extra(self, sequences: Sequence[SequenceState]) -> int:
+        """The number of drafted tokens of each sequence whose edits and traces fit into the step; at most MAX_DRAFT."""
+        seconds = sum(map(self._extra_seconds, sequences))
+        return int(min(self._extra_left / seconds, MAX_DRAFT)) if seconds else MAX_DRAFT
+
+    def _extra_seconds(self, sequence: SequenceState) -> float:
+        """The time that edits and traces add for one more token of a sequence."""
+        return 0.0 if sequence.extra_cost is None else sequence.extra_cost(sequence.num_computed, 1).usual
 
     def _extra_share(self, sequence: SequenceState, num_decoding: int) -> float:
         """The time that edits and traces add for one more token of a sequence, over that of a step without them."""
-        extra = 0.0 if sequence.extra_cost is None else sequence.extra_cost(sequence.num_computed, 1).usual
+        extra = self._extra_seconds(sequence)
         if not extra:
             return 0.0
         seconds = self._budget.replayed_seconds(num_decoding, default=self._last_seconds)

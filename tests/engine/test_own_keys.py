@@ -41,6 +41,7 @@ def drafts_come_from_the_network_and_have_a_fixed_length(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         StepBudget, "network_draft", lambda self, decoding, drafting, acceptance, most: min(LENGTH, most)
     )
+    monkeypatch.setattr(Scheduler, "_extra_share", lambda self, sequence, num_decoding: 0.0)
 
 
 @pytest.fixture(autouse=True)

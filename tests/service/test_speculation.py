@@ -10,6 +10,7 @@ import torch
 
 from forwardscope.results.server import ServiceStatus
 from model.checkpoints.load import BUNDLED
+from model.engine.scheduler import Scheduler
 from model.engine.step_budget import StepBudget
 from service.drafts import load_draft
 from service.loading import build_engine, load_model
@@ -134,3 +135,31 @@ def test_a_draft_network_that_is_not_smaller_is_a_warning(caplog: pytest.LogCapt
     assert draft is not None
     assert "the served one 5,131,520: such drafts save no time" in caplog.text
     assert build_engine(checkpoint, settings, draft).num_cache_tokens > 0
+
+
+def test_traces_over_http_are_the_same_with_and_without_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the events of a stream: each token has its own event, although a step gives several."""
+    monkeypatch.setattr(StepBudget, "min_acceptance", lambda self, num_decoding: 0.05)
+    monkeypatch.setattr(Scheduler, "_extra_share", lambda self, sequence, num_decoding: 0.0)
+    directory = write_checkpoint(tmp_path / "model", head_dim=16)
+    trace = {"stages": ["blocks.*.resid_post", "blocks.0.attn.pattern"], "top_k": 2, "logit_lens": True}
+    body = {"prompt": "the cat sat on the mat and the cat sat on the mat and", "max_tokens": 40, "logprobs": 2}
+    body |= {"temperature": 0.05, "seed": 3, "frequency_penalty": -0.5, "ignore_eos": True, "trace": trace}
+    found: list[list[Any]] = []
+    for speculate in (True, False):
+        with running(model=str(directory), speculate=speculate) as service:
+            service.answer("/generate", prompt="the", max_tokens=4)  # nothing is drafted before a step was recorded
+            answers = [service.answer("/generate", **body), service.stream(**body)]
+            found.append(answers)
+            num_accepted = service.metric("spec_decode_num_accepted_tokens_total")
+            assert num_accepted > 5 if speculate else num_accepted == 0
+    for drafted, plain in zip(*found, strict=True):
+        assert _without_times(drafted) == _without_times(plain)
+    assert len([event for event in found[0][1] if event.get("token")]) == 40
+
+
+def _without_times(answer: Any) -> Any:
+    """An answer without the values that differ between two equal requests."""
+    if isinstance(answer, dict):
+        return {k: _without_times(v) for k, v in answer.items() if k not in ("id", "created", "timings", "usage")}
+    return [_without_times(each) for each in answer] if isinstance(answer, list) else answer
