@@ -5,7 +5,6 @@ from typing import Literal
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["stored", "none", "int8", "int5", "int4"]
-DraftFormat = Literal["none", "int8", "int5", "int4"]
 Kernels = Literal["auto", "invariant", "torch"]
 """`auto`: our own kernels, if there are any for the dtype and the device. `invariant`: the same; on a GPU they take
 longer, but no bit of a token depends on what else is computed, as always on a CPU. `torch`: PyTorch only."""

@@ -32,6 +32,7 @@ from model.ops.quantization import ROUNDED
 from model.ops.stored_weights import Weight
 from model.text.grammar.grammars import Grammars
 from model.worked_examples import WORKED_EXAMPLES
+from service.drafts import DraftModel, load_draft
 from service.settings import Settings
 from service.state import State
 from service.stored_prefixes import StoredPrefixes
@@ -75,7 +76,8 @@ async def set_up(state: State, checkpoint: Checkpoint, on_failure: Callable[[], 
         read = partial(Grammars, tokenizer, checkpoint.model.config.vocab_size)
         state.slow_grammars = await state.worker.run_detached(read)
         state.grammars = state.slow_grammars.quick()
-    state.engine = await state.worker.run_detached(lambda: build_engine(checkpoint, state.settings))
+    draft = state.draft = await state.worker.run_detached(lambda: load_draft(checkpoint, state.settings))
+    state.engine = await state.worker.run_detached(lambda: build_engine(checkpoint, state.settings, draft))
     state.worker.use_engine(state.engine, lambda: fail(state, "the engine failed", on_failure))
 
 
@@ -109,14 +111,18 @@ def fail(state: State, message: str, on_failure: Callable[[], None] | None) -> N
         on_failure()
 
 
-def build_engine(checkpoint: Checkpoint, settings: Settings) -> Engine:
-    """Build the engine that the settings describe. Settings that are not given get defaults for the device."""
+def build_engine(checkpoint: Checkpoint, settings: Settings, draft: DraftModel | None = None) -> Engine:
+    """Build the engine that the settings describe. Settings that are not given get defaults for the device.
+
+    `draft` is the network that drafts tokens, which `load_draft` has loaded.
+    """
     weight = checkpoint.model.embed.weight
     is_cuda = weight.device.type == "cuda"
     if is_cuda and settings.cache_bytes is None:
         cache_bytes = int(0.8 * torch.cuda.mem_get_info(weight.device)[0])
     else:
-        cache_bytes = cache_bytes_for(checkpoint.model.share, weight.dtype, settings)
+        draft_token_bytes = 0 if draft is None else draft.token_bytes
+        cache_bytes = cache_bytes_for(checkpoint.model.share, weight.dtype, settings, draft_token_bytes)
     num_prompt_tokens = CUDA_PROMPT_TOKENS if is_cuda else CPU_PROMPT_TOKENS
     engine = Engine(
         checkpoint.model,
@@ -131,27 +137,12 @@ def build_engine(checkpoint: Checkpoint, settings: Settings) -> Engine:
             speculates=settings.speculate,
         ),
         checkpoint.adapters,
-        load_draft_model(checkpoint, settings),
+        None if draft is None else draft.model,
         open_store(checkpoint, settings),
+        drafts_from_own_keys=draft is not None and not draft.is_copy,
     )
     logger.info("cache of %d tokens, at most %d sequences per step", engine.num_cache_tokens, settings.max_num_seqs)
     return engine
-
-
-def load_draft_model(checkpoint: Checkpoint, settings: Settings) -> Transformer | None:
-    """Load the copy of the network that drafts tokens, if the settings name a format for its weights."""
-    if settings.draft == "none":
-        return None
-    served = checkpoint.model
-    if served.backend.paged_attention is None:
-        raise ValueError(f"draft {settings.draft!r} needs our own kernels, which do not compute here; leave it out")
-    dtype = str(served.embed.weight.dtype).removeprefix("torch.")
-    logger.info("a copy of the network in %s drafts tokens", settings.draft)
-    # The head, too: a wrong draft costs only time.
-    formats = dict.fromkeys((name for name, _ in served.named_modules()), ROUNDED[settings.draft])
-    return load_checkpoint(
-        settings.model, dtype=dtype, quantize=formats, kernels=settings.kernels, revision=settings.revision
-    ).model
 
 
 def open_store(checkpoint: Checkpoint, settings: Settings) -> OpenStore | None:
@@ -168,13 +159,16 @@ def open_store(checkpoint: Checkpoint, settings: Settings) -> OpenStore | None:
     return partial(StoredPrefixes, files)
 
 
-def cache_bytes_for(config: ModelConfig, dtype: torch.dtype, settings: Settings) -> int:
-    """The size of the cache that the settings give, or else one for the maximum number of sequences, at most 1 GiB."""
+def cache_bytes_for(config: ModelConfig, dtype: torch.dtype, settings: Settings, draft_token_bytes: int = 0) -> int:
+    """The size of the cache that the settings give, or else one for the maximum number of sequences, at most 1 GiB.
+
+    A draft network's keys and values of each token are a part of it.
+    """
     if settings.cache_bytes is not None:
         return settings.cache_bytes
     size = EngineConfig.block_size
     num_tokens = settings.max_num_seqs * -(-config.max_positions // size) * size
-    return min(1 << 30, num_tokens * bytes_of_token(config, dtype, settings.kv_cache_dtype))
+    return min(1 << 30, num_tokens * (bytes_of_token(config, dtype, settings.kv_cache_dtype) + draft_token_bytes))
 
 
 def check_memory(planned: PlannedNetwork, settings: Settings) -> None:
@@ -186,7 +180,7 @@ def check_memory(planned: PlannedNetwork, settings: Settings) -> None:
     if planned.device.type == "cpu" or settings.cache_bytes is not None:
         cache_bytes = cache_bytes_for(planned.config, planned.dtype, settings)
         needs.append(Need("the key-value cache", cache_bytes, ("a lower --cache-bytes",)))
-    if settings.draft != "none":
+    if settings.draft in ROUNDED:  # load_draft checks the memory of another network
         num_bytes = planned.quantized.get(settings.draft, planned.num_bytes)
         needs.append(Need("the copy that drafts", num_bytes, ("--draft none",)))
     if settings.gradients != "off":

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from model.choices import DraftFormat, Dtype, Kernels, KVCacheDtype, Quantization, parse_increase
+from model.choices import Dtype, Kernels, KVCacheDtype, Quantization, parse_increase
 from model.errors import InvalidField
 from service import PREFIX
 from service.log_format import LogFormat
@@ -160,10 +160,12 @@ class Settings(BaseSettings):
         description="prompt-lookup decoding, used only when measured step times show a gain; answers stay the same to "
         "the last bit",
     )
-    draft: DraftFormat = Field(
+    draft: str = Field(
         "none",
-        description="int8, int5 or int4: a copy of the network in this format drafts tokens, which the network checks: "
-        "faster for large networks in 16 or 32 bits, with the same answers to the last bit",
+        min_length=1,
+        description="network that drafts tokens, which the network checks, so that answers stay the same to the last "
+        "bit. int8, int5 or int4: a copy of the network in this format; or a smaller checkpoint with the same "
+        "tokenizer, named like --model",
     )
     max_body_bytes: ByteSize = Field(4 * MIB, description="maximum size of a request body")
     max_response_bytes: ByteSize = Field(256 * MIB, description="maximum size of an answer")
@@ -339,6 +341,8 @@ class Settings(BaseSettings):
             raise InvalidField("quantize_loss", f"is only for --quantize auto, but it is {self.quantize}; leave it out")
         if self.draft != "none" and not self.speculate:
             raise InvalidField("draft", f"{self.draft} drafts tokens, which --speculate false forbids; leave out one")
+        if self.draft != "none" and self.model == "none":
+            raise InvalidField("draft", "--model none serves no checkpoint; leave it out")
         if self.prefix_cache_directory is None and "prefix_cache_bytes" in self.model_fields_set:
             raise InvalidField("prefix_cache_bytes", "is only for --prefix-cache-directory; give both or leave it out")
         if self.prefix_cache_directory is not None and self.model == "none":

@@ -14,6 +14,7 @@ from model.engine.engine import Engine
 from model.network.float_copy import FloatNetwork
 from model.network.ranks import Ranks
 from model.text.grammar.grammars import Grammars
+from service.drafts import DraftModel
 from service.http.buffers import Buffers
 from service.http.errors import ApiError, draining, invalid
 from service.metrics import Metrics
@@ -52,6 +53,7 @@ class State:
         self.checkpoint: Checkpoint | None = None
         self.float_network: FloatNetwork | None = None  # None: gradients are off. It belongs to their thread.
         self.translators: Translators | None = None  # of a tuned lens
+        self.draft: DraftModel | None = None  # the network that drafts tokens
         self.engine: Engine | None = None
         # Each belongs to one thread. None: there is no tokenizer.
         self.slow_grammars: Grammars | None = None

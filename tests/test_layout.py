@@ -43,7 +43,7 @@ SERVICE_LEVELS = (
     ("service.request_stream",),
     ("service.http",),
     ("service.otel",),
-    ("service.metrics", "service.token_rates", "service.memory"),
+    ("service.metrics", "service.token_rates", "service.memory", "service.drafts"),
     ("service.ignored_fields",),
     ("service.request_notes",),
     ("service.spans", "service.process_metrics"),

@@ -33,6 +33,14 @@ class CacheStatus(Fields):
     prompt_tokens_found: int
 
 
+class DraftNetwork(Fields):
+    """The network that drafts tokens (`--draft`)."""
+
+    name: Annotated[str, Doc("of the checkpoint, or the format of a copy of the served network")]
+    weight_bytes: int
+    cache_bytes: Annotated[int, Doc("the part of the cache that has its keys and values; 0 for a copy")]
+
+
 class TokenRates(Fields):
     """Tokens per second over the last `window_seconds`. A prompt counts when its first token is generated."""
 
@@ -61,6 +69,7 @@ class ServiceStatus(Record, kw_only=True):
     sequences_waiting: int
     max_sequences: Annotated[int, Doc("the most sequences in one step")]
     cache: Annotated[CacheStatus | None, Doc("null while the model loads, or if no checkpoint is served")]
+    draft: Annotated[DraftNetwork | None, Doc("null without a draft network, and while the model loads")]
     tokens_per_second: TokenRates
 
 

@@ -43,17 +43,40 @@ class Continuation:
 
     @property
     def can_draft(self) -> bool:
-        """Whether tokens may be drafted: the request has neither a trace nor functions or rules of its own."""
+        """Whether tokens may be drafted: the request has no functions or rules of its own."""
         request = self.request
-        return request.trace is None and request.tap is None and not request.params.sampling.reads_tokens
+        if request.trace is not None and self.conditions is not None:  # they read passes, and not single tokens
+            return False
+        return request.tap is None and not request.params.sampling.reads_tokens
 
     def mark_started(self) -> bool:
         """Note that a step begins, and return whether it is the first one."""
         is_first, self.has_started = not self.has_started, True
         return is_first
 
-    def begin_step(self, model: Transformer, scheduled: ScheduledSequence) -> StepSequence:
-        """Describe the part of this continuation in the next step."""
+    def begin_step(self, model: Transformer, scheduled: ScheduledSequence) -> list[StepSequence]:
+        """Describe the part of this continuation in the next step.
+
+        If it is traced and has a draft, each token is a part of its own, which is traced as if it were decoded alone.
+        """
+        if self.request.trace is None or not scheduled.draft:
+            return [self._part(model, scheduled, self.sampler, self.grammar)]
+        parts: list[StepSequence] = []
+        grammar = self.grammar
+        samplers = self.sampler.ahead(scheduled.draft)
+        for sampler, token in zip(samplers, scheduled.single_tokens(), strict=True):
+            if parts and grammar is not None:
+                grammar = grammar.fork()
+                if not grammar.try_append(token.new_tokens[0]):  # nothing follows, so any mask will do
+                    grammar = None
+            part = self._part(model, token, sampler, grammar)
+            part.before = parts[-1] if parts else None
+            parts.append(part)
+        return parts
+
+    def _part(
+        self, model: Transformer, scheduled: ScheduledSequence, sampler: Sampler, grammar: GrammarState | None
+    ) -> StepSequence:
         request, trace = self.request, self.request.trace
         tracer = None if trace is None else StepTracer(model, trace, scheduled, self.traced_until)
         is_prompt = scheduled.start < self.sequence.num_prompt and self.num_generated == 0
@@ -77,8 +100,8 @@ class Continuation:
         return StepSequence(
             scheduled,
             request,
-            self.sampler,
-            self.grammar,
+            sampler,
+            grammar,
             tracer,
             edits,
             self.conditions,

@@ -1,65 +1,209 @@
-"""A draft network: a cheaper copy of the served network, which drafts the tokens that may follow.
+"""A draft network: a cheaper network with the same tokens, which drafts the tokens that may follow.
 
-It reads the keys and values that the served network has computed. Those that it writes for the drafted tokens are
-replaced in the same step, when the served network computes the same positions to check the draft (prompt_lookup.py). So
-it needs no cache of its own and never computes a prompt, and a draft changes no bit of a result.
+It is a copy of the served network with fewer bits, or another, smaller network. The served network computes every
+drafted token to check it (prompt_lookup.py), so a draft changes no bit of a result, whatever the draft network does.
+
+A copy reads the keys and values that the served network has computed. Those that it writes for the drafted tokens are
+replaced in the same step. So it needs no cache of its own and never computes a prompt. Another network has its own
+keys and values (draft_cache.py).
 """
 
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from model.engine.attention.interface import StepTokens
 from model.engine.attention.paged import PagedBackend
-from model.engine.attention.step_context import choose_attention
+from model.engine.attention.step_context import StepContext, choose_attention
 from model.engine.cache import PagedCache
+from model.engine.draft_cache import DraftCache
+from model.engine.prompt_lookup import MAX_DRAFT
 from model.engine.scheduler import ScheduledSequence
+from model.engine.sequence import SequenceState
+from model.engine.step_graph import ForwardResult
 from model.engine.step_graphs import StepGraphs
 from model.network.transformer import Transformer
+from model.ops.interface import Argmax
+from model.text.constraint import GrammarState, token_masks
 from model.text.sampling import Sampler, sample
 
 logger = logging.getLogger(__name__)
+# Tokens before the newest one that a draft network with its own keys computes in one step, for all sequences together.
+# While a long prompt takes several steps, the other sequences go on.
+MAX_CATCH_UP = 512
+
+
+class _Blocks(NamedTuple):
+    blocks: list[int]
+    length: int
+
+
+@dataclass
+class Draft:
+    """The draft of one sequence. `next_ids` are the tokens that the next pass computes, from position `start` on.
+
+    `sampler` and `grammar` are those of the sequence, or copies that have come as far as the draft.
+    """
+
+    scheduled: ScheduledSequence
+    sampler: Sampler
+    grammar: GrammarState | None
+    start: int
+    next_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+
+    def append(self, token_id: int) -> bool:
+        """Add a token, which `sampler` has already. Returns whether another one can follow."""
+        self.token_ids.append(token_id)
+        self.start += len(self.next_ids)
+        self.next_ids = [token_id]
+        return self.grammar is None or self.grammar.try_append(token_id)
 
 
 class DraftNetwork:
-    """Drafts for the sequences of an engine. `model` must be a copy of the served network, on the same `cache`."""
+    """Drafts for the sequences of an engine, whose network has `vocab_size` tokens.
 
-    def __init__(self, model: Transformer, cache: PagedCache) -> None:
-        attention = choose_attention(cache, model.share, model.backend)
+    `cache` is that of the served network if `model` is a copy of it, and otherwise a cache with as many blocks, which
+    belongs to the draft network alone (`owns_cache`).
+    """
+
+    def __init__(self, model: Transformer, cache: PagedCache, vocab_size: int, *, owns_cache: bool = False) -> None:
         self._model = model
-        self._graphs = StepGraphs(model, attention if isinstance(attention, PagedBackend) else None)
+        self._cache = cache
+        self._vocab_size = vocab_size
+        self._attention = choose_attention(cache, model.share, model.backend)
+        self._graphs = StepGraphs(model, self._attention if isinstance(self._attention, PagedBackend) else None)
+        self._own = DraftCache(cache) if owns_cache else None
         self.can_draft = True
         """Whether our kernels compute the network completely, as far as is known."""
 
-    def draft(self, sequences: Sequence[ScheduledSequence], samplers: Sequence[Sampler], length: int) -> float | None:
-        """Replace the drafts of those sequences that have one, all of `length` tokens.
+    def populate_cache(self) -> None:
+        """Let the system provide the memory of its own cache, if it has one. Steps may run meanwhile."""
+        if self._own is not None:
+            self._cache.populate()
 
-        Each token is chosen as the sampler of its sequence would choose it, but without grammars. Returns the seconds
-        for one token of each draft; None if a pass was recorded, which takes longer, or has failed.
+    def draft(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        samplers: Sequence[Sampler],
+        grammars: Sequence[GrammarState | None],
+        length: int,
+    ) -> float | None:
+        """Replace the drafts of those sequences that have one, by at most `length` tokens each.
+
+        Each token is chosen as the sampler of its sequence would choose it, among those that its grammar allows. A
+        draft ends early where nothing can follow, or at the end of the draft network's context. Returns the seconds
+        for one token of each draft; None if nothing was drafted, or if a pass was recorded, which takes longer.
         """
-        drafting = [each for each in sequences if each.draft]
-        forks = [sampler.fork() for each, sampler in zip(sequences, samplers, strict=True) if each.draft]
-        newest = [each.new_tokens[0] for each in drafting]
-        drafts: list[list[int]] = [[] for _ in drafting]
-        began, was_replayed = time.perf_counter(), True
-        for index in range(length):
-            rows = [
-                StepTokens(each.start + index, [token_id], True, each.sequence)
-                for each, token_id in zip(drafting, newest, strict=True)
-            ]
-            try:
-                result = self._graphs.run(rows)
-            except Exception:  # too little memory, for example
-                logger.exception("the copy of the network failed, and drafts nothing any more")
-                result = None
+        planned = [
+            Draft(scheduled, sampler.fork(), grammar and grammar.fork(), scheduled.start, scheduled.new_tokens[:1])
+            for scheduled, sampler, grammar in zip(sequences, samplers, grammars, strict=True)
+            if scheduled.draft
+        ]
+        try:
+            seconds = self._draft(planned, length)
+        except Exception:  # too little memory, for example
+            logger.exception("the draft network failed, and drafts nothing any more")
+            self.can_draft, seconds = False, None
+        for each in planned:
+            each.scheduled.set_draft(each.token_ids if self.can_draft else [])
+        return seconds
+
+    def _draft(self, planned: Sequence[Draft], length: int) -> float | None:
+        ready = planned if self._own is None else self._catch_up(self._own, planned)
+        began, num_passes, was_replayed = time.perf_counter(), 0, True
+        while num_passes < length and ready:
+            result = self._run(ready)
             if result is None:
                 self.can_draft = False
                 return None
+            num_passes += 1
             was_replayed &= result.was_replayed
-            chosen = sample(result.logits, forks, self._model.backend.sampling, result.argmax)
-            newest = [0 if isinstance(each, Exception) else each for each in chosen]  # a wrong token costs only time
-            for draft, token_id in zip(drafts, newest, strict=True):
-                draft.append(token_id)
-        for each, draft in zip(drafting, drafts, strict=True):
-            each.set_draft(draft)
-        return (time.perf_counter() - began) / length if was_replayed else None
+            ready = self._within_context(self._choose(ready, result))
+        return (time.perf_counter() - began) / num_passes if num_passes and was_replayed else None
+
+    def _within_context(self, drafts: Sequence[Draft]) -> list[Draft]:
+        most = self._model.config.max_positions
+        return [each for each in drafts if each.start + len(each.next_ids) <= most]
+
+    def _catch_up(self, own: DraftCache, drafts: Sequence[Draft]) -> list[Draft]:
+        """Compute the tokens before the newest one that lack their keys. Returns the drafts that are ready then.
+
+        A few tokens are left to the first pass of the draft.
+        """
+        ready, room = [], MAX_CATCH_UP
+        for each in self._within_context(drafts):
+            sequence, newest = each.scheduled.sequence, each.scheduled.start
+            own.find_computed(sequence)
+            num_missing = min(newest - sequence.num_draft_computed, room)
+            if num_missing > MAX_DRAFT:
+                self._compute(each, num_missing)
+                own.note_computed(sequence, sequence.num_draft_computed + num_missing)
+                room -= num_missing
+            each.start = sequence.num_draft_computed
+            each.next_ids = sequence.tokens[each.start : newest + 1].tolist()
+            if len(each.next_ids) <= MAX_DRAFT + 1:
+                ready.append(each)
+        return ready
+
+    def _compute(self, draft: Draft, num_new: int) -> None:
+        """Compute tokens of a sequence for their keys alone."""
+        sequence = draft.scheduled.sequence
+        start = sequence.num_draft_computed
+        tokens = [self._step_tokens(sequence, start, sequence.tokens[start : start + num_new], is_decoding=False)]
+        attention = self._attention.prepare(tokens)
+        context = StepContext(attention, self._cache, tokens, self._model.backend.ops)
+        self._model(torch.tensor([tokens[0].new_tokens]), rows=[num_new - 1], context=context)
+
+    def _run(self, drafts: Sequence[Draft]) -> ForwardResult | None:
+        """One pass over the next tokens of each draft; None: it cannot be computed."""
+        result = self._graphs.run(
+            [self._step_tokens(each.scheduled.sequence, each.start, each.next_ids, is_decoding=True) for each in drafts]
+        )
+        if self._own is not None and result is not None:
+            for each in drafts:
+                self._own.note_computed(each.scheduled.sequence, each.start + len(each.next_ids))
+        return result
+
+    def _choose(self, drafts: Sequence[Draft], result: ForwardResult) -> list[Draft]:
+        """Add a token to each draft. Returns those that may go on."""
+        logits, argmax = self._newest_rows(drafts, result)
+        samplers = [each.sampler for each in drafts]
+        masks = token_masks([(each.grammar, ()) for each in drafts], self._vocab_size)
+        chosen = sample(logits, samplers, self._model.backend.sampling, argmax, masks)
+        return [
+            each
+            for each, token_id in zip(drafts, chosen, strict=True)
+            if not isinstance(token_id, Exception) and each.append(token_id)
+        ]
+
+    def _newest_rows(self, drafts: Sequence[Draft], result: ForwardResult) -> tuple[Tensor, Argmax | None]:
+        """The logits (R, V) of the newest token of each draft, over the served vocabulary, and their argmax."""
+        logits, argmax = result.logits, result.argmax
+        if len(logits) > len(drafts):
+            ends = torch.tensor([len(each.next_ids) for each in drafts]).cumsum(0) - 1
+            logits, argmax = logits[ends], None
+        num_more = self._vocab_size - logits.shape[1]
+        if num_more > 0:  # tokens that the draft network does not have
+            logits = F.pad(logits, (0, num_more), value=torch.finfo(logits.dtype).min)
+        elif num_more < 0:  # unused rows of its table
+            logits, argmax = logits[:, : self._vocab_size].contiguous(), None
+        return logits, argmax
+
+    def _step_tokens(
+        self, sequence: SequenceState, start: int, token_ids: Sequence[int], *, is_decoding: bool
+    ) -> StepTokens:
+        """Some tokens of a sequence from position `start` on, with token 0 for those that the draft network lacks.
+
+        Blocks after them are left out: there may be more than the context of the draft network needs.
+        """
+        vocab_size = self._model.config.vocab_size
+        known = [token_id if token_id < vocab_size else 0 for token_id in token_ids]
+        num_blocks = -(-(start + len(known)) // self._cache.block_size)
+        return StepTokens(start, known, is_decoding, _Blocks(sequence.blocks[:num_blocks], sequence.length))

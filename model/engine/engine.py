@@ -78,9 +78,10 @@ class Stats:
 class Engine:
     """Continuous batching of one model. `tokenizer` may be None: then there is no text.
 
-    `adapters` are the adapters that requests may choose, by name. `draft_model` is a copy of the network with cheaper
-    weights, which drafts tokens. `open_store` opens a store for computed prefixes; the cache must be on a CPU, of one
-    process.
+    `adapters` are the adapters that requests may choose, by name. `draft_model` is a cheaper network, which drafts
+    tokens: a copy of the network with fewer bits, or with `drafts_from_own_keys` another one with the same tokens,
+    whose keys and values take a part of `cache_bytes`. `open_store` opens a store for computed prefixes; the cache must
+    be on a CPU, of one process.
     """
 
     def __init__(
@@ -91,9 +92,16 @@ class Engine:
         adapters: Mapping[str, Adapter] | None = None,
         draft_model: Transformer | None = None,
         open_store: OpenStore | None = None,
+        *,
+        drafts_from_own_keys: bool = False,
     ) -> None:
         weight = model.embed.weight
-        needed = bytes_of_token(model.share, weight.dtype, config.kv_cache_dtype) * config.block_size
+        token_bytes = bytes_of_token(model.share, weight.dtype, config.kv_cache_dtype)
+        draft_token_bytes = 0
+        if draft_model is not None and drafts_from_own_keys:
+            dtype = draft_model.embed.weight.dtype
+            draft_token_bytes = bytes_of_token(draft_model.share, dtype, config.kv_cache_dtype)
+        needed = (token_bytes + draft_token_bytes) * config.block_size
         num_blocks = config.cache_bytes // needed
         if num_blocks < 1:
             reason = (
@@ -104,21 +112,19 @@ class Engine:
         self.num_cache_tokens = num_blocks * config.block_size
         self._model = model
         self._tokenizer = tokenizer
-        self._cache = PagedCache(
-            model.share,
-            num_blocks,
-            config.block_size,
-            dtype=weight.dtype,
-            device=weight.device,
-            stored_as=config.kv_cache_dtype,
-        )
+        self._cache = _new_cache(model, num_blocks, config)
         self._leading_network = model if isinstance(model, LeadingNetwork) else None
         if self._leading_network is not None:
             self._leading_network.open_cache(self._cache)
         self._pool = BlockPool(num_blocks, config.block_size)
         self._adapters = adapters or {}
         self._runner = Runner(model, self._cache, self._adapters)
-        self._draft_network = None if draft_model is None else DraftNetwork(draft_model, self._cache)
+        self._draft_network: DraftNetwork | None = None
+        if draft_model is not None:
+            cache = _new_cache(draft_model, num_blocks, config) if drafts_from_own_keys else self._cache
+            self._draft_network = DraftNetwork(
+                draft_model, cache, model.config.vocab_size, owns_cache=drafts_from_own_keys
+            )
         self._store = None if open_store is None else open_store(self._cache, self._pool)
         self._scheduler = Scheduler(
             self._pool,
@@ -243,7 +249,9 @@ class Engine:
             leader = leader or sequence
             continuation = Continuation(request, index, sequence, self._tokenizer)
             if continuation.can_draft:
-                sequence.lookup = PromptLookup(len(request.prompt_ids) + request.params.max_tokens)
+                num_most = len(request.prompt_ids) + request.params.max_tokens
+                grammar = continuation.grammar
+                sequence.lookup = PromptLookup(num_most, None if grammar is None else grammar.allowed_part)
             self._requests.setdefault(request.id, []).append(continuation)
             self._continuations[sequence] = continuation
             self._scheduler.add(sequence)
@@ -286,10 +294,12 @@ class Engine:
             began = time.perf_counter()
         # The first continuation is the prefix leader of the others, so its first step is that of the request.
         started = [each.request.id for each in continuations if each.mark_started() and each.index == 0]
-        sequences = [
-            each.begin_step(self._model, scheduled)
+        parts = [
+            (each, part)
             for each, scheduled in zip(continuations, plan.sequences, strict=True)
+            for part in each.begin_step(self._model, scheduled)
         ]
+        sequences = [part for _, part in parts]
         try:
             if plan.unwritten_blocks and self._runner.reads_unwritten_slots:
                 self._clear(plan.unwritten_blocks)
@@ -307,7 +317,7 @@ class Engine:
             for each in sequences:
                 each.error = error
             self._scheduler.forget(plan)
-        outputs = [self._advance(each, step) for each, step in zip(continuations, sequences, strict=True)]
+        outputs = [self._advance(each, part) for each, part in parts if not part.is_rejected]
         return Step(
             outputs=[output for output in outputs if output is not None],
             started=started,
@@ -319,8 +329,8 @@ class Engine:
 
     def _draft(self, drafter: DraftNetwork, plan: StepPlan, continuations: Sequence[Continuation]) -> None:
         """Let the draft network replace the drafts of a plan."""
-        samplers = [each.sampler for each in continuations]
-        seconds = drafter.draft(plan.sequences, samplers, plan.num_network_drafts)
+        samplers, grammars = [each.sampler for each in continuations], [each.grammar for each in continuations]
+        seconds = drafter.draft(plan.sequences, samplers, grammars, plan.num_network_drafts)
         if seconds is not None:
             self._scheduler.observe_drafting(plan.num_drafting, seconds)
 
@@ -340,6 +350,8 @@ class Engine:
     def populate_cache(self) -> None:
         """Let the system provide the memory of the cache. Another thread may call it while this one computes steps."""
         self._cache.populate()
+        if self._draft_network is not None:
+            self._draft_network.populate_cache()
 
     def stats(self) -> Stats:
         """The state now. Another thread may call it; then the numbers may come from different moments of a step."""
@@ -377,6 +389,8 @@ class Engine:
 
     def _advance(self, continuation: Continuation, step: StepSequence) -> Output | None:
         """Turn what a step computed into the output of a continuation, and remove the continuation if it has ended."""
+        if continuation.sequence.has_ended:  # by an earlier part of the step
+            return None
         try:
             output = continuation.advance(step)
         except Exception as error:  # this sequence ends with the error, and the others continue
@@ -392,3 +406,15 @@ class Engine:
         continuations.remove(continuation)
         if not continuations:
             del self._requests[continuation.request.id]
+
+
+def _new_cache(model: Transformer, num_blocks: int, config: EngineConfig) -> PagedCache:
+    weight = model.embed.weight
+    return PagedCache(
+        model.share,
+        num_blocks,
+        config.block_size,
+        dtype=weight.dtype,
+        device=weight.device,
+        stored_as=config.kv_cache_dtype,
+    )

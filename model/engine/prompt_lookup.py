@@ -7,7 +7,7 @@ not import torch (tests/test_layout.py).
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from model.engine.acceptance import Acceptance
 
@@ -19,10 +19,12 @@ class PromptLookup:
     """Drafts for one sequence, which will have at most `max_length` tokens.
 
     A draft has as many tokens as are worth computing, if every drafted token is right with the measured frequency.
+    `allowed_part` cuts a draft before the first token that the grammar of the sequence does not allow.
     """
 
-    def __init__(self, max_length: int) -> None:
+    def __init__(self, max_length: int, allowed_part: Callable[[list[int]], list[int]] | None = None) -> None:
         self.max_length = max_length
+        self._allowed_part = allowed_part
         self.acceptance = Acceptance(0.5, history_weight=0.5)
 
     def draft(self, tokens: "array[int]", room: int, min_acceptance: float) -> list[int]:
@@ -36,7 +38,8 @@ class PromptLookup:
             return []
         left = self.max_length - len(tokens) - 1  # the step itself adds one token
         count = MAX_DRAFT if acceptance == 1 else int(math.log(min_acceptance) / math.log(acceptance))
-        return tokens_after_earlier_match(tokens, min(count, left, room))
+        draft = tokens_after_earlier_match(tokens, min(count, left, room))
+        return draft if self._allowed_part is None else self._allowed_part(draft)
 
 
 def accept_draft(chosen: Sequence[int | Exception], draft: Sequence[int]) -> tuple[list[int], Exception | None]:

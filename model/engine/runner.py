@@ -178,7 +178,7 @@ class Runner:
 
 
 def _traced_rows(ordered: Sequence[StepSequence]) -> list[TracedRow]:
-    """The traced sequences of a step in which all sequences decode. Nothing is drafted for traced sequences."""
+    """The traced sequences of a step in which all sequences decode. Each has one new token."""
     return [
         TracedRow(each.tracer.kind, index, each.rows.start)
         for index, each in enumerate(ordered)

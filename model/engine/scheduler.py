@@ -17,9 +17,11 @@ has a place as long as there are no more owners than places. Beside other owners
 for owners without any: a new owner then finds a free place, and no tokens have to be computed again.
 """
 
+import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,6 +35,7 @@ from model.errors import InvalidField
 
 EXTRA_BESIDE_OTHERS, EXTRA_ALONE = 0.02, 0.04  # seconds that edits and traces may add to a step
 MIN_EXTRA_SHARE, MAX_EXTRA_SHARE = 0.05, 0.3  # of the time of all steps, while sequences run that have neither
+MAX_DRAFTED_EXTRA = 0.1  # of the time of a step: more for each token, and a network drafts none of a sequence
 MAX_DEBT = 0.1  # seconds that edits and traces may have taken beyond their share
 
 
@@ -55,9 +58,20 @@ class ScheduledSequence:
         self.num_sampled = 1 + len(draft) if end == len(sequence.tokens) else 0
 
     def set_draft(self, draft: Sequence[int]) -> None:
-        """Replace the draft by another one of the same length."""
+        """Replace the draft by another one, which is not longer."""
+        self.new_tokens[self.num_new - len(self.draft) :] = draft
         self.draft = draft
-        self.new_tokens[self.num_new - len(draft) :] = draft
+        self.num_new, self.num_sampled = len(self.new_tokens), 1 + len(draft)
+
+    def single_tokens(self) -> "list[ScheduledSequence]":
+        """The newest token and each drafted one, as if each were computed in a step of its own."""
+        parts = []
+        for index, token_id in enumerate(self.new_tokens):
+            part = copy(self)
+            part.draft, part.new_tokens, part.num_new, part.num_sampled = (), [token_id], 1, 1
+            part.start = self.start + index
+            parts.append(part)
+        return parts
 
     @property
     def reaches_newest_token(self) -> bool:
@@ -95,8 +109,8 @@ class StepPlan:
     """One step. The blocks for all its tokens are allocated.
 
     `unwritten_blocks` are the last new block of each sequence. Attention may read such a block before it is full, while
-    it still holds values of other sequences. The earlier blocks of the sequence are full by then. All drafts have
-    `num_network_drafts` tokens, which a draft network has to replace, unless it is 0.
+    it still holds values of other sequences. The earlier blocks of the sequence are full by then. Unless it is 0, all
+    drafts have `num_network_drafts` tokens, which a draft network has to replace, by as many or fewer.
     """
 
     sequences: list[ScheduledSequence]
@@ -237,9 +251,12 @@ class Scheduler:
             sequence = scheduled.sequence
             before = sequence.num_computed
             sequence.num_computed = min(scheduled.start + scheduled.num_new, len(sequence.tokens) - 1)
+            sequence.num_draft_computed = min(sequence.num_draft_computed, sequence.num_computed)
             if scheduled.draft:
                 by_network = plan.num_network_drafts > 0
                 self._account_for_draft(scheduled, sequence.num_computed - before - 1, by_network=by_network)
+            if scheduled.draft or plan.num_network_drafts:
+                self._release_surplus(sequence)
             if sequence.shares_prefix:
                 size = self.pool.block_size
                 for index in range(before // size, sequence.num_computed // size):
@@ -265,7 +282,7 @@ class Scheduler:
             self.pool.forget(scheduled.sequence.blocks)
 
     def _account_for_draft(self, scheduled: ScheduledSequence, num_right: int, *, by_network: bool) -> None:
-        """Count the accepted tokens, and release the blocks that only rejected tokens needed."""
+        """Count the accepted tokens."""
         sequence = scheduled.sequence
         if by_network:
             self._network_acceptance.observe(len(scheduled.draft), num_right)
@@ -273,6 +290,9 @@ class Scheduler:
             sequence.lookup.acceptance.observe(len(scheduled.draft), num_right)
         self.num_drafted += len(scheduled.draft)
         self.num_accepted += num_right
+
+    def _release_surplus(self, sequence: SequenceState) -> None:
+        """Release the blocks that only rejected tokens needed."""
         num_blocks = self._blocks_for(len(sequence.tokens))
         self.pool.release(sequence.blocks[num_blocks:])
         del sequence.blocks[num_blocks:]
@@ -348,24 +368,32 @@ class Scheduler:
             sequence, fair_share = scheduled.sequence, -(-room // (len(decoding) - index))
             draft: list[int] = []
             if sequence.lookup is not None and fair_share > 0:
+                with_extra = min_acceptance + self._extra_share(sequence, len(decoding))
+                acceptance = max(min_acceptance, min(with_extra, 1.0))
                 num_short = sequence.short_length - len(sequence.tokens)  # drafts must not need other keys
-                most = min(fair_share, num_short) if num_short >= 0 else fair_share
-                draft = sequence.lookup.draft(sequence.tokens, most, min_acceptance)
+                most = min(fair_share, self._most_extra([sequence]))
+                most = min(most, num_short) if num_short >= 0 else most
+                draft = sequence.lookup.draft(sequence.tokens, most, acceptance)
                 num_more = self._blocks_for(len(sequence.tokens) + len(draft)) - len(sequence.blocks)
                 if num_more > self.pool.num_free:
                     draft = []
                 else:
                     self._extend(sequence, num_more)
             room -= len(draft)
+            self._charge_draft(sequence, len(draft))
             result.append(ScheduledSequence(sequence, 1, draft) if draft else scheduled)
         return result
 
     def _with_network_drafts(self, decoding: list[ScheduledSequence]) -> tuple[list[ScheduledSequence], int]:
         """Add room for drafts of a network, all of the length that is fastest. Returns the length, too; 0 for none."""
-        drafting = [each.sequence for each in decoding if each.sequence.lookup is not None]
+        drafting = [
+            each.sequence
+            for each in decoding
+            if each.sequence.lookup is not None and self._extra_share(each.sequence, len(decoding)) <= MAX_DRAFTED_EXTRA
+        ]
         if not drafting:
             return decoding, 0
-        most = min(MAX_DRAFT, (self._max_tokens - len(decoding)) // len(drafting))
+        most = min(MAX_DRAFT, (self._max_tokens - len(decoding)) // len(drafting), self._most_extra(drafting))
         for sequence in drafting:
             assert sequence.lookup is not None
             most = min(most, sequence.lookup.max_length - len(sequence.tokens) - 1)  # the step itself adds one token
@@ -379,10 +407,34 @@ class Scheduler:
             return decoding, 0
         for sequence, num_more in zip(drafting, lacking, strict=True):
             self._extend(sequence, num_more)
+            self._charge_draft(sequence, length)
+        chosen = set(drafting)
         return [
-            each if each.sequence.lookup is None else ScheduledSequence(each.sequence, 1, [0] * length)
-            for each in decoding
+            ScheduledSequence(each.sequence, 1, [0] * length) if each.sequence in chosen else each for each in decoding
         ], length
+
+    def _charge_draft(self, sequence: SequenceState, length: int) -> None:
+        """Take the time of the edits and traces of drafted tokens from that of all requests with any."""
+        seconds = length * self._extra_seconds(sequence)
+        self._credit -= seconds
+        self._extra_left -= seconds
+
+    def _most_extra(self, sequences: Sequence[SequenceState]) -> int:
+        """The number of drafted tokens of each sequence whose edits and traces fit into the step; at most MAX_DRAFT."""
+        seconds = sum(map(self._extra_seconds, sequences))
+        return int(min(self._extra_left / seconds, MAX_DRAFT)) if seconds else MAX_DRAFT
+
+    def _extra_seconds(self, sequence: SequenceState) -> float:
+        """The time that edits and traces add for one more token of a sequence."""
+        return 0.0 if sequence.extra_cost is None else sequence.extra_cost(sequence.num_computed, 1).usual
+
+    def _extra_share(self, sequence: SequenceState, num_decoding: int) -> float:
+        """The time that edits and traces add for one more token of a sequence, over that of a step without them."""
+        extra = self._extra_seconds(sequence)
+        if not extra:
+            return 0.0
+        seconds = self._budget.replayed_seconds(num_decoding, default=self._last_seconds)
+        return extra / seconds if seconds > 0 else math.inf
 
     def _add_prompts(self, planned: list[ScheduledSequence], allowances: dict[SequenceState, int]) -> None:
         """Add tokens of prompts to the decoding sequences of a step.

@@ -42,6 +42,7 @@ class SequenceState:
     tokens: "array[int]" = field(init=False)
     num_prompt: int = field(init=False)
     num_computed: int = field(init=False, default=0)
+    num_draft_computed: int = field(init=False, default=0)  # the same in the draft network's own cache, if it has one
     num_cached: int | None = field(init=False, default=None)  # prompt tokens taken from others; None before it runs
     blocks: list[int] = field(init=False, default_factory=list)
     last_step: int = field(init=False, default=0)  # in which it was computed
@@ -73,7 +74,7 @@ class SequenceState:
 
     def begin_anew(self) -> None:
         """Forget that tokens were computed: all will be computed as the tokens of a sequence of this length."""
-        self.num_computed = 0
+        self.num_computed = self.num_draft_computed = 0
         self._is_long = len(self.tokens) > self.short_length
         self._hashes = []
         salt = repr((self._salt, "long")) if self._is_long else self._salt

@@ -37,6 +37,7 @@ class StepSequence:
     num_logits: int  # the last of these, which have logits
     keeps_logits: bool  # whether more is read from the logits than the next token
     choice: int = 0  # the number of the continuation
+    before: "StepSequence | None" = None  # the part with the token before this drafted one, if it is traced
 
     final_rows: slice = field(init=False)  # of the stages of the final norm
     rows: slice = field(init=False)  # of the logits of the step
@@ -47,6 +48,7 @@ class StepSequence:
     constraint: ConstraintEffect | None = None  # what a grammar changed for the token of a traced sequence
     recorded_trace: RecordedTrace | None = None  # what a recorded step kept; valid until the next step
     error: Exception | None = None  # which ends this sequence only
+    is_rejected: bool = False  # its token was drafted, and the network chose another one
     trace_seconds: float = 0.0
 
     @property
@@ -92,14 +94,31 @@ def choose_tokens(sequences: Sequence[StepSequence], logits: Tensor, argmax: Arg
         each.token_ids, each.error = accept_draft(chosen[first:end], each.scheduled.draft)
         for token_id in each.token_ids[1:]:  # `sample` has added the first one
             each.sampler.append(token_id)
+        first = end
+    _accept_parts(sequences)
+    first = 0
+    for each in choosing:
         if masks is not None and each.grammar and each.tracer and each.token_ids:
             each.constraint = constraint_effect(logits[first], masks.words[first], each.token_ids[0])
         if each.request.params.logprobs is not None and each.token_ids:
             groups[each.request.params.logprobs].append((first, each))
-        first = end
+        first += each.scheduled.num_sampled
     for num_top, group in groups.items():  # one call for all sequences with the same number of logprobs
         rows = [first + i for first, each in group for i in range(len(each.token_ids))]
         ids = [token_id for _, each in group for token_id in each.token_ids]
         logprobs = iter(token_logprobs(logits[rows], ids, num_top))
         for _, each in group:
             each.logprobs = list(islice(logprobs, len(each.token_ids)))
+
+
+def _accept_parts(sequences: Sequence[StepSequence]) -> None:
+    """Reject the parts of traced sequences whose drafted token the network did not choose, and all after them."""
+    newest: StepSequence | None = None  # the part with the newest token, whose sampler is that of the sequence
+    for each in sequences:
+        if each.before is None:
+            newest = each
+        elif each.error is None and each.before.token_ids == each.scheduled.new_tokens and each.token_ids:
+            assert newest is not None
+            newest.sampler.append(each.token_ids[0])
+        else:  # an error after a drafted token will be met again by the next step
+            each.token_ids, each.error, each.is_rejected = [], None, True

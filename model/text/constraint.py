@@ -108,6 +108,32 @@ class GrammarState:
             fill(self._matcher, words)  # kept by the matcher, so that the next step does not compute it again
             self.is_complete = not self._matcher.is_error() and not allows_tokens(words, self.constraint.vocab_size)
 
+    def fork(self) -> "GrammarState":
+        """A copy that has come as far. Tokens that are added to it are not added here."""
+        other = copy(self)
+        other._matcher = self._matcher.deep_copy()
+        other._tokens = list(self._tokens)
+        return other
+
+    def try_append(self, token_id: int) -> bool:
+        """Add a token that the mask allowed, if the text goes on behind it. Returns whether another one can follow."""
+        if token_id in self._stop_ids:
+            return False
+        try:
+            self.append(token_id)
+        except InvalidField:
+            return False
+        return not self.is_complete
+
+    def allowed_part(self, draft: list[int]) -> list[int]:
+        """Cut a draft before the first token that the grammar does not allow, as far as this is known without masks."""
+        if self._thoughts is not None:
+            return draft
+        count = self._matcher.validate_tokens(draft)
+        if self._matcher.is_error():  # the draft may be wrong, so the sequence may never meet this error
+            self._restart()
+        return draft[: max(count, 0)]
+
     def fill_masks(self, words: Words, draft: Sequence[int]) -> InvalidField | None:
         """Write the mask after the newest token, and one after each drafted token: words (1 + D, W).
 

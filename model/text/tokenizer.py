@@ -98,6 +98,10 @@ class Tokenizer:
         content: dict[str, Any] = json.loads(self._backend.to_str())
         return content
 
+    def texts_of_ids(self) -> dict[int, str]:
+        """The token of each id, as the `tokenizer.json` writes it."""
+        return {token_id: token for token, token_id in self._backend.get_vocab(with_added_tokens=True).items()}
+
     def id_of(self, token: str) -> int | None:
         token_id: int | None = self._backend.token_to_id(token)
         return token_id

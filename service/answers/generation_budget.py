@@ -5,6 +5,7 @@ import math
 import torch
 
 from model.checkpoints.load import Checkpoint
+from model.engine.prompt_lookup import MAX_DRAFT
 from model.engine.request import Request
 from model.tracing.selection import Selection
 from model.tracing.stages import sizes_of
@@ -26,7 +27,7 @@ def make_budget(request: Request, encoding: Encoding, checkpoint: Checkpoint, ma
     context, so they are not counted.
     """
     config, params, trace, num_prompt = checkpoint.model.config, request.params, request.trace, len(request.prompt_ids)
-    num_step_tokens = min(max_step_tokens, num_prompt)
+    num_step_tokens = min(max_step_tokens, max(num_prompt, 1 + MAX_DRAFT))
     num_records = num_predictions = num_values = num_scores = 0
     needs_logits = params.prompt_logprobs is not None
     if trace is not None or params.logprobs is not None:

@@ -49,9 +49,8 @@ ANSWERS = {  # the options of vLLM, llama-server, TGI and transformers, by what 
     "there is nothing to compile, so no option is needed": "--enforce-eager",
     "a sequence without room in the cache is computed again later; give --cache-bytes for more room": "--swap-space",
     "a network lies on one device as a whole, or is divided with --tensor-parallel": "--cpu-offload-gb",
-    "drafts come from the text itself, and with --draft int4 from a copy of the network in 4 bits": (
-        "--speculative-config --model-draft -md"
-    ),
+    "--draft": "--model-draft -md --draft-model --speculative-model",
+    "drafts come from the text itself, and with --draft also from a smaller network": "--speculative-config",
     "the chat template says how the model thinks, so no option is needed": "--reasoning-parser --reasoning-format",
     "only --tensor-parallel divides a network": "--pipeline-parallel-size -pp",
     "run several replicas: deploy/README.md says how": "--data-parallel-size -dp",

@@ -4,7 +4,7 @@ import time
 
 from fastapi import APIRouter, Response
 
-from forwardscope.results.server import CacheStatus, ServiceStatus
+from forwardscope.results.server import CacheStatus, DraftNetwork, ServiceStatus
 from model import __version__
 from service.http.encoding import json_response
 from service.state import State, StateDep
@@ -27,6 +27,7 @@ async def status(state: StateDep) -> Response:
         sequences_waiting=0 if stats is None else stats.num_waiting,
         max_sequences=state.settings.max_num_seqs,
         cache=cache_status(state),
+        draft=draft_network(state),
         tokens_per_second=state.token_rates.rates(),
     )
     return json_response(found)
@@ -42,4 +43,14 @@ def cache_status(state: State) -> CacheStatus | None:
         total_tokens=num_tokens,
         prompt_tokens_looked_up=stats.num_prefix_queries,
         prompt_tokens_found=stats.num_prefix_hits,
+    )
+
+
+def draft_network(state: State) -> DraftNetwork | None:
+    """The network that drafts tokens. None while the engine is not there."""
+    draft, engine = state.draft, state.engine
+    if draft is None or engine is None:
+        return None
+    return DraftNetwork(
+        name=draft.name, weight_bytes=draft.weight_bytes, cache_bytes=draft.token_bytes * engine.num_cache_tokens
     )

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.drafts --model DIRECTORY [--dtype bfloat16] [--rounds 5] [--tokens 200] [--temperature 0]
         [--draft int4]
 
-Drafts come from earlier text (prompt lookup), and with `--draft` also from a copy of the network in that format.
+Drafts come from earlier text (prompt lookup), and with `--draft` also from another network, as in the service.
 
 The model must have a chat template. Two engines in this process, with and without drafts, take turns: each round runs
 every task on both, and the order alternates. A ratio compares tokens per second between the first and the last token
@@ -17,17 +17,16 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from pydantic_settings import CliApp
 
 from model.checkpoints.load import DTYPES, Checkpoint
-from model.choices import DraftFormat
 from model.engine.engine import Engine
 from model.engine.request import Request
 from model.text.sampling import SamplingParams
 from model.text.transcript import GenerationParams
+from service.drafts import load_draft
 from service.loading import build_engine, load_model
 from service.settings import Settings
 from tests.benchmarks.draft_tasks import TASKS
@@ -104,7 +103,7 @@ def make_engines(model: str, threads: int, draft: str, options: list[str]) -> tu
     ]
     checkpoint = load_model(settings[0])
     assert checkpoint is not None
-    drafting, plain = (build_engine(checkpoint, each) for each in settings)
+    drafting, plain = (build_engine(checkpoint, each, load_draft(checkpoint, each)) for each in settings)
     return checkpoint, (drafting, plain)
 
 
@@ -116,7 +115,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=200, help="most tokens of an answer")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--draft", choices=get_args(DraftFormat), default="none")
+    parser.add_argument("--draft", default="none", help="as for the service")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     arguments, options = parser.parse_known_args()
     checkpoint, engines = make_engines(

@@ -91,14 +91,15 @@ def new_engine(
     speculates: bool = True,
     kv_cache_dtype: KVCacheDtype = "auto",
     draft_model: Transformer | None = None,
+    drafts_from_own_keys: bool = False,
 ) -> Engine:
+    cached = [model] if draft_model is None or not drafts_from_own_keys else [model, draft_model]
+    token_bytes = sum(bytes_of_token(each.config, each.embed.weight.dtype, kv_cache_dtype) for each in cached)
     return Engine(
         model,
         tokenizer,
         EngineConfig(
-            cache_bytes=num_blocks
-            * block_size
-            * bytes_of_token(model.config, model.embed.weight.dtype, kv_cache_dtype),
+            cache_bytes=num_blocks * block_size * token_bytes,
             kv_cache_dtype=kv_cache_dtype,
             block_size=block_size,
             max_step_tokens=max_step_tokens,
@@ -107,6 +108,7 @@ def new_engine(
             speculates=speculates,
         ),
         draft_model=draft_model,
+        drafts_from_own_keys=drafts_from_own_keys,
     )
 
 

@@ -90,6 +90,11 @@ def test_a_draft_ends_where_the_probability_that_all_of_it_is_right_falls_below_
     assert draft_lengths(PromptLookup(1000), [0], min_acceptance=0.25) == [2]
 
 
+def test_a_draft_ends_where_the_grammar_of_its_sequence_does() -> None:
+    lookup = PromptLookup(1000, lambda draft: draft[: len(draft) // 2])
+    assert draft_lengths(lookup, [MAX_DRAFT] * 20)[-1] == MAX_DRAFT // 2
+
+
 def test_no_draft_goes_beyond_the_end_of_its_sequence() -> None:
     for left in range(1, 4):
         assert draft_lengths(PromptLookup(len(REPEATING) + left), [MAX_DRAFT] * 9)[-1] == left - 1

@@ -209,6 +209,50 @@ class TestMasks:
             plain.append(token_id)
             draft = draft[1:] if token_id == draft[0] else draft
 
+    def test_tokens_that_are_added_to_a_fork_do_not_change_the_original(
+        self, grammars: Grammars, tokenizer: Tokenizer
+    ) -> None:
+        a, b, semicolon = (tokenizer.encode(letter)[0] for letter in "ab;")
+        state = GrammarState(grammars.regex("regex", "(ab)+;"), [0])
+        state.append(a)
+        fork = state.fork()
+        assert fork.try_append(b)
+        assert allowed(fork) == [{a, semicolon}]
+        assert allowed(state) == [{b}]
+        assert not fork.fork().try_append(b), "not allowed"
+        assert fork.try_append(a)
+        assert fork.try_append(b)
+        assert not fork.try_append(semicolon), "nothing can follow"
+        assert allowed(state) == [{b}]
+
+    def test_keys_of_a_fork_are_not_keys_of_the_original(self, grammars: Grammars, tokenizer: Tokenizer) -> None:
+        """No object has a key twice."""
+        constraint = grammars.json_schema("json", {"type": "object", "additionalProperties": {"type": "null"}})
+        state = GrammarState(constraint, [0])
+        for token_id in tokenizer.encode("{"):
+            state.append(token_id)
+        fork, ids = state.fork(), tokenizer.encode('"a": null, "a')
+        for token_id in ids:
+            fork.try_append(token_id)
+        quote = tokenizer.encode('"')[0]
+        assert quote not in allowed(fork)[0]
+        assert allowed(state, tuple(ids[:2]))[2] >= {quote}
+
+    def test_a_stop_token_ends_a_draft(self, grammars: Grammars, tokenizer: Tokenizer) -> None:
+        assert not GrammarState(grammars.regex("regex", "a*"), [0]).try_append(0)
+
+    def test_a_draft_is_cut_before_the_first_token_that_is_not_allowed(
+        self, grammars: Grammars, tokenizer: Tokenizer
+    ) -> None:
+        a, b, semicolon = (tokenizer.encode(letter)[0] for letter in "ab;")
+        state = GrammarState(grammars.regex("regex", "(ab)+;"), [0])
+        state.append(a)
+        assert state.allowed_part([b, a, b, semicolon]) == [b, a, b, semicolon]
+        assert state.allowed_part([b, a, a, b]) == [b, a]
+        assert state.allowed_part([a, b]) == state.allowed_part([]) == []
+        assert state.allowed_part([VOCAB_SIZE + 5]) == []  # an error of the matcher
+        assert allowed(state) == [{b}]
+
     def test_rows_without_a_constraint_have_all_bits_set(self, grammars: Grammars) -> None:
         state = GrammarState(grammars.regex("regex", "a"))
         masks = token_masks([(None, (1, 2)), (state, ()), (None, ())], VOCAB_SIZE)
