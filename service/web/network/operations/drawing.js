@@ -18,7 +18,7 @@ import { said } from "../arithmetic/explanation.js";
 const LEAST_CELL = 2; // pixels; of narrower cells, some neighbours are one
 const CELL_LETTER = 6; // pixels of a letter in a cell
 const LETTER = { "": 6.4, token: 7.3 }; // pixels
-const FRAME = 70; // around a number
+const FRAME = 66; // around a number
 const LEAST_MARK = 5;
 const PERCENTILE = 0.985;
 
@@ -159,17 +159,17 @@ export function mark({ x, y, width, height }, index, count) {
 }
 
 /**
- * Numbers in frames with texts between them, in one line; the last frame is the result. `first`: the middle of the
- * first frame.
+ * Numbers in frames with texts between them, in one line that may begin further left. The last frame is the result.
+ * `first`: the middle of the first frame.
  * @param {number} left
  * @param {number} y
  * @param {number} room
  * @param {(string | number)[]} words
  */
 export function chain(left, y, room, words) {
-  const widths = words.map((word) => (typeof word === "number" ? FRAME : 6.2 * word.length + 12));
+  const widths = words.map((word) => (typeof word === "number" ? FRAME : 6.2 * word.length + 8));
   const total = widths.reduce((sum, width) => sum + width, 0);
-  let x = left + Math.max(0, (room - total) / 2);
+  let x = Math.max(1, Math.min(left + (room - total) / 2, left + room - total));
   const begin = x;
   const nodes = words.flatMap((word, index) => {
     const middle = x + widths[index] / 2;

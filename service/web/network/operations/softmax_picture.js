@@ -1,7 +1,7 @@
 // The picture of a softmax: each number and the share that it becomes.
 
 import { svg } from "../../dom.js";
-import { percent } from "../../format.js";
+import { count, percent } from "../../format.js";
 import { sharesOf } from "../arithmetic/softmax.js";
 import { LISTED, said } from "../arithmetic/explanation.js";
 import { hit, text } from "./drawing.js";
@@ -30,7 +30,7 @@ export function softmaxPicture(numbers, chosen, { from, to, isRanked = false }) 
   const masked = entries.length - finite - shown.filter((index) => !Number.isFinite(entries[index].num.value)).length;
   const rest = [
     left.length > 0
-      ? `${left.length} others share ${percent(left.reduce((total, each) => total + each.share, 0))}`
+      ? `${count(left.length)} others share ${percent(left.reduce((total, each) => total + each.share, 0))}`
       : "",
     masked > 0 ? `${masked} masked` : "",
   ].filter(Boolean);
