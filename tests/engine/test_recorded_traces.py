@@ -127,7 +127,7 @@ def test_one_traced_stream_of_several_is_replayed(selection: str, stream: int, m
     model = served("qwen3")
     requests = [ask(f"{seed}", prompt(4 + seed, seed=seed), max_tokens=9 + seed) for seed in range(4)]
     requests[stream] = traced(model, requests[stream], selection)
-    engine = new_engine(model)
+    engine = new_engine(model, speculates=False)
     found = run(engine, *requests)
     assert_same_bits(found, without_recordings(monkeypatch, new_engine(model), *requests))
     assert num_traced_graphs(engine) <= 6
@@ -176,7 +176,7 @@ def test_a_recorded_trace_runs_no_python_for_its_stages(monkeypatch: pytest.Monk
         ask("1", prompt(9), max_tokens=30),
         trace=TraceParams(selection=Selection(stages=select(stages_of(model.config), ["blocks.*.resid_post"]))),
     )
-    result = run(new_engine(model), request)["1", 0]
+    result = run(new_engine(model, speculates=False), request)["1", 0]
     assert len(result.traces) == 30
     assert len(calls) == 2 * num_blocks  # in the step of the prompt, and in the one that is recorded
 
