@@ -13,12 +13,12 @@ import pytest
 from model.worked_examples import WORKED_EXAMPLES
 from tests.service.checkpoints import NUM_TOKENS
 from tests.service.running import Running, running
-from tests.web.browsing import open_table, open_view, url_of, wait_until_ready, wait_until_settled
-from tests.web.reading import SIGNIFICANT, percent, read_number
+from tests.web.browsing import open_table, open_view, url_of, wait_for, wait_until_ready, wait_until_settled
+from tests.web.reading import SIGNIFICANT, percent, quoted, read_number, shown
 from tests.web.test_families import FAMILIES, post, write_family
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page, Request
+    from playwright.sync_api import Page, Request, Route
 
 PROMPT = "The captain was in the"
 CONTEXT = 64
@@ -223,8 +223,85 @@ def test_the_table_has_the_numbers_of_the_stage(page: "Page", bundled: Running, 
 def test_the_answer_is_the_prediction_of_the_chosen_token(page: "Page", bundled: Running, base: str) -> None:
     open_view(page, base, "network", prompt=PROMPT, position=1)
     top = bundled.answer("/forward", prompt=PROMPT, stages=["loss"])["predictions"][1]["top"]
+    assert quoted_share(top[0]) in page.locator("network-view .answer").inner_text()
+
+
+def quoted_share(token: dict[str, Any]) -> str:
+    return f"{quoted(token['text'])} ({percent(token['probability'])})"
+
+
+@pytest.mark.parametrize("position", [None, 1])
+def test_each_layer_says_what_the_network_would_predict_there(
+    page: "Page", bundled: Running, base: str, position: int | None
+) -> None:
+    """The lane below the followed token, the sentence and the table have the answer of the logit lens."""
+    state = {} if position is None else {"position": position}
+    texts = [each["text"] for each in texts_of(page, base, **state)]
+    layers = lens_of(bundled, -1 if position is None else position)
+    best = [layer["positions"][0]["top"][0] for layer in layers]
+    begin = texts.index("expects")
+    found = texts[begin:]
+    for token in best:
+        assert shown(token["text"]) in found
+        assert percent(token["probability"]) in found
+    deciding = deciding_of(layers)
+    assert deciding > 0
     said = page.locator("network-view .answer").inner_text()
-    assert all(percent(each["probability"]) in said for each in top[:2])
+    assert f"{quoted_share(best[-1])}; L{deciding - 1} decides." in said
+    rows = open_table(page.locator("network-view > details.data-table"))
+    row = rows.nth(bundled.answer("/tokenize", text=PROMPT)["count"] - 1 if position is None else position)
+    assert [f"{shown(each['text'])} {percent(each['probability'])}" for each in best] == row.locator(
+        "td"
+    ).all_inner_texts()[-1 - len(best) : -1]
+
+
+def lens_of(service: Running, position: int, **fields: Any) -> list[dict[str, Any]]:
+    """The residuals that the logit lens decodes at a position, each with its most likely tokens."""
+    asked = {"method": "logit_lens", "prompt": PROMPT, "positions": [position], "top_k": 1, **fields}
+    layers: list[dict[str, Any]] = service.answer("/attribute", **asked)["layers"]
+    return layers
+
+
+def deciding_of(layers: list[dict[str, Any]]) -> int:
+    """The first residual from which on the final prediction is the most likely token."""
+    return 1 + max((at for at, layer in enumerate(layers) if layer["final"][0]["rank"] > 0), default=-1)
+
+
+def test_the_first_picture_does_not_wait_for_the_logit_lens(page: "Page", base: str) -> None:
+    held: list[Route] = []
+    page.route("**/attribute", held.append)
+    page.goto(url_of(base, "network", prompt=PROMPT))
+    said = page.locator("network-view .answer")
+    said.filter(has_text="the network expects").wait_for()
+    assert page.evaluate("document.querySelector('network-canvas').scene.lens") is None
+    assert "decides" not in said.inner_text()
+    wait_for(page, lambda: held != [], "the lens is asked")
+    held[0].continue_()
+    said.filter(has_text="decides").wait_for()
+    assert page.evaluate("document.querySelector('network-canvas').scene.lens") is not None
+
+
+def test_of_many_layers_as_many_labels_as_fit_are_drawn_with_the_first_the_deciding_and_the_last(
+    page: "Page", base: str
+) -> None:
+    texts_of(page, base)
+    found = page.evaluate("""async () => {
+      const { drawLens } = await import("/page/network/lens_labels.js");
+      const { scene } = document.querySelector("network-canvas");
+      const blocks = Array.from({ length: 40 }, (_, layer) => ({ layer, first: layer, last: layer }));
+      const layout = {
+        ...{ detail: 0, lane: 30, length: 1100, rowSize: 30, rowStart: (row) => 30 * row },
+        ...{ startOf: (item) => 25 * item, line: { items: Array(42), blocks } },
+      };
+      const guesses = Array.from({ length: 41 }, (_, at) => ({
+        top: [{ id: at, text: `t${at}`, probability: 0.5 }], isFinal: at > 20,
+      }));
+      window.texts = [];
+      drawLens({ ...scene, layout, lens: { guesses, before: null }, front: Infinity });
+      return window.texts.map(({ text }) => text).filter((text) => /^t/.test(text));
+    }""")
+    assert {"t0", "t21", "t40"} <= set(found)
+    assert 10 < len(found) < 25
 
 
 @pytest.mark.parametrize(
@@ -268,7 +345,7 @@ def test_only_rows_in_sight_of_a_long_prompt_are_read(page: "Page", bundled: Run
         assert position in bodies[-1]["positions"]
         assert len(bodies[-1]["positions"]) < 80
         said = page.locator("network-view .answer").inner_text()
-        assert all(percent(each["probability"]) in said for each in predictions[position]["top"][:2])
+        assert quoted_share(predictions[position]["top"][0]) in said
     named = page.evaluate(NEXT_IN_TABLE)
     assert percent(predictions[100]["top"][0]["probability"]) in named[100]
     assert named[300] == ""  # it was not in sight
@@ -526,7 +603,9 @@ def test_each_stage_of_a_layer_is_labelled_in_words(page: "Page", base: str) -> 
     page.goto("about:blank")
     overview = [each["text"] for each in texts_of(page, base)]
     assert {f"L{layer}" for layer in range(6)} <= set(overview)
-    assert not {"Attention", "FFN", "0", "1"} & set(overview)  # from afar, they are named under the pointer
+    ends = ["Tokens", "Attention", "Feed-forward", "Stream", "Next token"]
+    assert [overview.count(name) for name in ends] == [1] * 5  # the first layer names them for all
+    assert not {"0", "1"} & set(overview)
 
 
 def test_from_afar_the_layer_under_the_pointer_has_names(page: "Page", base: str) -> None:
@@ -538,7 +617,7 @@ def test_from_afar_the_layer_under_the_pointer_has_names(page: "Page", base: str
     page.locator("network-view .under-pointer").filter(has_text="L").wait_for()
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
     texts = [each["text"] for each in page.evaluate("window.texts")]
-    assert texts.count("Attention") == texts.count("FFN") > 0
+    assert texts.count("Attention") == texts.count("Feed-forward") == texts.count("Stream") > 0
     assert "L0" not in texts  # the rest is not painted again
 
 

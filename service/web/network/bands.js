@@ -79,7 +79,7 @@ function drawRow({ plane, layout, line, pass, palette, head }, index, row, isCho
   let filled = top + begin * rowSize;
   const source = isSplit(rowSize) ? (begin + stop) / 2 : 0.5;
   const isChange = pass.reference !== pass;
-  const faded = strength(0.13 + 0.07 * layout.detail, 0.18 + 0.08 * layout.detail);
+  const faded = strength(0.09 + 0.11 * layout.detail, 0.12 + 0.14 * layout.detail);
   for (const { key, weight: signed } of sharesOf(pass, /** @type {number} */ (layer), row, head)) {
     const weight = Math.abs(signed);
     const half = (weight * room) / 2;

@@ -14,6 +14,7 @@ import { headPlaces, isMasked } from "./strips.js";
  */
 
 const LABELS = { across: [23, 38], down: [11, 23] }; // lines of the heading, in pixels from its beginning
+const OVER = 44; // pixels by which the name of a branch may be longer than the branch
 const LEAST_LABEL = 12; // pixels of a stage that has a label
 const NAME = { near: 9, afar: 6 }; // the line of the names of layers, and how much lower it is from afar
 const AFAR = 33; // the line of the names of branches
@@ -26,7 +27,7 @@ const KEY = { least: 7.5, level: 40 }; // pixels of a column that has a token, a
  * @param {Scene} scene
  * @param {Margins} margins
  */
-export function drawHeadings(scene, { heading, keys }) {
+export function drawHeadings(scene, { gutter, heading, keys }) {
   const { plane, layout, line, palette } = scene;
   const { context } = plane;
   context.textBaseline = "middle";
@@ -48,6 +49,7 @@ export function drawHeadings(scene, { heading, keys }) {
       plane.text(placeName(layer), middle, -heading + NAME.near + NAME.afar * (1 - layout.detail));
   }
   drawLabels(scene, heading);
+  drawEnds(scene, gutter, heading);
   const [from, to] = layout.span;
   for (let index = from; index < to; index++)
     if (line.items[index].kind === "strip") drawHeads(scene, index, heading, keys);
@@ -66,43 +68,89 @@ export function drawLabels(scene, heading, pointed = null) {
   const { plane, layout, line, palette } = scene;
   const { context } = plane;
   const isNear = layout.detail > 0.5;
-  if (!isNear && pointed === null) return;
   const lines = plane.isDown ? LABELS.down : isNear ? LABELS.across : [AFAR];
   const [from, to] = layout.span;
+  const named = pointed === null ? line.blocks[0]?.layer : pointedLayer(scene)?.layer; // from afar
   const places = isNear
-    ? line.items.map((item, index) => ({ names: namesOf(item), first: index, last: index }))
+    ? line.items.map((item, index) => ({ names: namesOf(item), first: index, last: index, side: 0 }))
     : line.branches
-        .filter(({ layer }) => layer === pointedLayer(scene)?.layer)
+        .filter(({ layer }) => layer === named)
         .map(({ first, last }) => {
           const isAttention = line.items.slice(first, last + 1).some(({ kind }) => kind === "bands");
-          return { names: isAttention ? ["Attention"] : ["Feed-forward network", "Feed-forward", "FFN"], first, last };
-        });
+          const names = isAttention ? ["Attention"] : ["Feed-forward network", "Feed-forward", "FFN"];
+          return { names, first, last, side: isAttention ? 0 : -1 };
+        })
+        .concat(streamOf(scene, named));
   const free = lines.map(() => (plane.isDown ? LAYER : -Infinity)); // where each line is free
   context.font = `11px ${FONT}`;
   context.textAlign = "center";
   context.textBaseline = "middle";
-  for (const { names, first, last } of places) {
+  for (const { names, first, last, side } of places) {
     if (last < from || first >= to || line.items[first].kind === "predictions") continue;
     if (plane.isDown && line.blocks.some((block) => block.first === first))
       free.fill(Math.max(LAYER, layout.startOf(first) + LAYER));
     const start = Math.max(0, layout.startOf(first));
     const end = Math.min(layout.length, layout.startOf(last) + layout.widthOf(last));
     const sized = names.map((name) => ({ name, half: context.measureText(name).width / 2 + 3 }));
-    const own = sized.find(({ half }) => 2 * half <= end - start);
-    const text = own ?? (isNear && end - start >= LEAST_LABEL ? sized[sized.length - 1] : undefined);
+    const room = end - start;
+    const own = sized.find(({ half }) => 2 * half <= room + (side === 0 ? 0 : OVER));
+    const text = own ?? (isNear && room >= LEAST_LABEL ? sized[sized.length - 1] : undefined);
     if (!text) continue;
-    const middle = Math.min(layout.length - text.half, Math.max(text.half, (start + end) / 2));
+    const aside = Math.max(0, text.half - room / 2); // its room is at the side where no name follows
+    const wanted = (start + end) / 2 + side * aside;
+    const middle = Math.min(layout.length - text.half, Math.max(text.half, wanted));
     const at = free.findIndex((place) => place <= middle - text.half);
     if (at < 0) continue;
     free[at] = middle + text.half;
     if (pointed !== null && isNear && pointed !== first) continue;
     context.fillStyle = pointed === null ? palette.faint : palette.text;
-    context.save();
-    context.translate(...plane.point(middle, lines[at] - heading));
-    if (plane.isDown) context.rotate(Math.PI / 2);
-    context.fillText(text.name, 0, 0);
-    context.restore();
+    write(plane, text.name, middle, lines[at] - heading);
   }
+}
+
+/**
+ * The stream after a layer, which has a name from afar, too.
+ * @param {Scene} scene
+ * @param {number | undefined} layer
+ */
+function streamOf({ line }, layer) {
+  const at = line.items.findIndex((item) => item.layer === layer && item.part === "resid_post");
+  return at < 0 ? [] : [{ names: ["Stream"], first: at, last: at, side: 1 }];
+}
+
+/**
+ * What stands before and after the network, from afar.
+ * @param {Scene} scene
+ * @param {number} gutter
+ * @param {number} heading
+ */
+function drawEnds({ plane, layout, line, palette }, gutter, heading) {
+  if (layout.detail > 0.5) return;
+  const { context } = plane;
+  const end = layout.startOf(line.items.length - 1) + 20;
+  context.font = `11px ${FONT}`;
+  context.fillStyle = palette.faint;
+  context.textAlign = plane.isDown ? "center" : "right";
+  write(plane, "Tokens", plane.isDown ? -gutter / 2 : -10, (plane.isDown ? LABELS.down[0] : AFAR) - heading);
+  context.textAlign = plane.isDown ? "center" : "left";
+  write(plane, "Next token", plane.isDown ? end + 40 : end, (plane.isDown ? LABELS.down[0] : AFAR) - heading);
+  context.textAlign = "left";
+}
+
+/**
+ * A text that follows the computation.
+ * @param {Plane} plane
+ * @param {string} text
+ * @param {number} along
+ * @param {number} across
+ */
+function write(plane, text, along, across) {
+  const { context } = plane;
+  context.save();
+  context.translate(...plane.point(along, across));
+  if (plane.isDown) context.rotate(Math.PI / 2);
+  context.fillText(text, 0, 0);
+  context.restore();
 }
 
 /**

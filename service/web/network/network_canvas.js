@@ -79,10 +79,11 @@ export class NetworkCanvas extends HTMLElement {
    * Show a pass. Returns whether it is a new one, and not what edits change in the pass that was shown.
    * @param {Line} line
    * @param {Pass} pass
-   * @param {Pick<Scene, "plain" | "row" | "head" | "chosen">} look
-   * @param {number | null} focus the stage that is zoomed to
+   * @param {Pick<Scene, "plain" | "row" | "head" | "chosen" | "lens" | "isStep">} look
+   * @param {{ focus: number | null, hasLens: boolean }} place `focus`: the stage that is zoomed to; `hasLens`: whether
+   *   there is a lane for what the lens says
    */
-  show(line, pass, look, focus) {
+  show(line, pass, look, { focus, hasLens }) {
     this.#focus = focus;
     const before = this.#scene;
     const isNew = before?.pass.body !== pass.body;
@@ -90,15 +91,24 @@ export class NetworkCanvas extends HTMLElement {
       const layout = new Layout(line, pass.tokens.length);
       const shared = { plane: this.#plane, line, layout, pass, pointed: null, front: Infinity };
       this.#scene = { ...shared, ...look, strips: new Strips(pass, false, 1), palette: paletteOf(this) };
-      this.#resize();
     } else {
       const isOther = before.pass !== pass;
       Object.assign(before, look, { pass });
       if (isOther) this.#restrip();
     }
+    const { layout } = /** @type {Scene} */ (this.#scene);
+    Object.assign(layout, { followed: look.row, hasLane: hasLens && focus === null });
+    layout.isLarge = look.isStep && focus !== null;
+    if (before?.line !== line) this.#resize();
     this.#canvas.setAttribute("aria-label", describe(line, pass));
     this.redraw();
     return isNew;
+  }
+
+  /** Show what the lens says, once it is read. @param {Scene["lens"]} lens */
+  tell(lens) {
+    if (this.#scene) this.#scene.lens = lens;
+    this.redraw();
   }
 
   /** Fit the picture to the page, if its place or what it shows has changed. */
@@ -111,7 +121,8 @@ export class NetworkCanvas extends HTMLElement {
     const width = this.clientWidth || 900;
     const top = Math.round(this.getBoundingClientRect().top + scrollY);
     const height = Math.max(HEIGHT.least, innerHeight - top - HEIGHT.below);
-    return { width, height, keys: this.#keysRoom(width) };
+    const { hasLane = false, isLarge = false } = this.#scene?.layout ?? {};
+    return { width, height, keys: this.#keysRoom(width), hasLane, isLarge };
   }
 
   /**
@@ -146,7 +157,7 @@ export class NetworkCanvas extends HTMLElement {
     const from = scene.layout.camera;
     this.#motion.run("flight", (share) => {
       scene.layout.between(from, camera, share);
-      if (share === 1) scene.layout.camera = camera;
+      if (share === 1) scene.layout.camera = { ...camera, rowSize: scene.layout.restRow };
       this.#draw();
       if (share === 1) this.#settled();
     });
@@ -267,7 +278,7 @@ export class NetworkCanvas extends HTMLElement {
       const gutter = Math.min(GUTTER.most, Math.max(GUTTER.least, GUTTER.letter * longest(pass) + GUTTER.numbers));
       this.#margins = { gutter, heading, keys };
       layout.resize(width - gutter, height - heading, false);
-      plane.resize(width, heading + layout.rowsInSight);
+      plane.resize(width, heading + Math.min(layout.breadth, layout.numRows * layout.wholeRow + layout.lane));
     }
     layout.camera = { ...layout.camera, row: this.#scene.row + 0.5 }; // the followed token stays in sight
     this.#restrip();

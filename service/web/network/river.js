@@ -12,6 +12,7 @@ import { bandOf, isSplit, riverCentre, riverMost } from "./scene.js";
  */
 
 const GATE = 0.16; // half the opening of a norm, as a share of the lane
+const OTHER = 0.28; // how strong the rivers of other tokens are from afar
 const TINY = 28; // pixels of a branch that is not drawn
 const SHORT = 12; // pixels of a part of a branch that is not drawn
 const LEAST = 0.6; // pixels of half a river
@@ -90,7 +91,12 @@ export function drawRivers(scene) {
     const open = points[points.length - 1];
     if (open.along < layout.length) points.push({ ...open, along: Math.min(end + 14, layout.length) });
     rivers.set(row, points);
-    ribbon(plane, points, row === chosen ? palette.path : palette.river, row === chosen ? 0.95 : 0.42);
+    ribbon(
+      plane,
+      points,
+      row === chosen ? palette.path : palette.river,
+      row === chosen ? 0.95 : OTHER + 0.14 * layout.detail,
+    );
   }
   return rivers;
 }

@@ -1,6 +1,7 @@
 // The numbers behind the picture as a table: of a stage, or of the residual stream.
 
 import { percent, shown } from "../format.js";
+import { guessesOf } from "./lens.js";
 import { lengthOf } from "./river.js";
 
 /**
@@ -40,14 +41,32 @@ export function tableOf({ line, pass, plain }, drawn, at) {
     return best ? `${shown(best)} ${percent(best.probability)}` : "";
   };
   const places = stream.map(({ layer }) => (layer === null ? "embedding" : `after L${layer}`));
+  const read = rows.filter((row) => guessesOf(pass, row));
+  const guessOf = (/** @type {Pass} */ each, /** @type {number} */ row, /** @type {number} */ index) => {
+    const best = guessesOf(each, row)?.[index].top[0];
+    return best ? `${shown(best)} ${percent(best.probability)}` : "";
+  };
+  const guesses = read.length === 0 ? [] : stream.map(({ layer }) => (layer === null ? 0 : layer + 1));
   return {
     caption:
       `The length of ${isChange ? "the change of " : ""}each token's vector in the residual stream, ` +
-      "and the most likely next token",
-    columns: ["token", ...places, "next", ...(plain ? ["next without the edits"] : [])],
+      `and the most likely next token${read.length === 0 ? "" : ", also by the logit lens for tokens that were followed"}`,
+    columns: [
+      "token",
+      ...places,
+      ...guesses.map((_, index) => `lens, ${places[index]}`),
+      "next",
+      ...(plain ? ["next without the edits"] : []),
+    ],
     rows: rows.map((row) => [
       heading(row),
       ...stream.map(({ name }) => lengthOf(drawn, name, row)),
+      ...guesses.map((index) =>
+        [plain, pass]
+          .map((each) => each && guessOf(each, row, index))
+          .filter(Boolean)
+          .join(" → "),
+      ),
       nextOf(pass, row),
       ...(plain ? [nextOf(plain, row)] : []),
     ]),

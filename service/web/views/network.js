@@ -14,12 +14,13 @@ import { Change } from "../network/change.js";
 import "../network/cell_arithmetic.js";
 import "../network/network_canvas.js";
 import "../network/tour_card.js";
+import { decidingOf, guessesOf, readGuesses } from "../network/lens.js";
 import { readChoice, readIndex } from "../indices.js";
 import { defaultPrompt } from "../prompts.js";
 import { patternOf } from "../network/bands.js";
 import { Pass } from "../network/pass.js";
 import { tableOf } from "../network/table.js";
-import { nameOf, stepsOf } from "../network/names.js";
+import { nameOf, placeName, stepsOf } from "../network/names.js";
 import { View } from "../view.js";
 import { inWords, ofPrompt, readNamedEdits, withoutNames } from "./edit_words.js";
 import { isOther, isPosition, readPosition } from "./positions.js";
@@ -37,6 +38,7 @@ import { isOther, isPosition, readPosition } from "./positions.js";
 const PREDICTIONS = "predictions"; // the item at the end of the line
 const SHOWN = { "": "the numbers", change: "what edits change" }; // by the colours
 const ATTENTION = /^blocks\.\d+\.attn\.(scores|attn_scores|pattern)$/; // the stages of the view Attention
+const LANE = ", and below it what the network would say after each layer (logit lens)";
 const MANY_WEIGHTS = 4e6; // of the patterns in sight; above, only those of the chosen token are read
 const FIRST = /(embed|resid_post|attn\.pattern|attn_out|mlp\.post|mlp\.expert_weights|scale)$/; // what it shows
 
@@ -58,7 +60,8 @@ export default class Network extends View {
     onchange: ({ target }) => this.context.navigate({ show: /** @type {any} */ (target).checked ? "change" : "" }),
   });
   #switch = el("label", { hidden: true }, this.#showsChange, " Show the change");
-  #start = el("button", { type: "button", class: "small", onclick: () => this.#begin("") }, LESSONS[""]?.title);
+  #start = el("button", { type: "button", class: "main", onclick: () => this.#begin("") }, LESSONS[""]?.title);
+  #why = el("button", { type: "button", class: "small", onclick: () => this.#go(Infinity, "") }, "Why?");
   #articles = select({ onchange: ({ target }) => this.#begin(target.value) }, [["", "Read an article here"]], "");
   #lessons = el("span", { class: "row lessons" }, this.#start, this.#articles);
   #card = el("tour-card", { hidden: true });
@@ -139,13 +142,15 @@ export default class Network extends View {
     this.#showAnswer(row);
     this.#switch.hidden = this.#plain === null;
     this.#showsChange.checked = this.#drawn() !== pass;
-    const focus = pass.stages.has(state.at) ? spot.from : null;
-    const isNew = this.#picture.show(line, this.#drawn(), { plain: this.#plain, row, head, chosen }, focus);
+    const focus = pass.stages.has(state.at) || state.at === PREDICTIONS ? spot.from : null;
+    const look = { plain: this.#plain, row, head, chosen, lens: this.#lensOf(row), isStep: state.step !== "" };
+    const isNew = this.#picture.show(line, this.#drawn(), look, { focus, hasLens: this.#hasLens(state) });
     this.#picture.measure();
     const place = (/** @type {State | null} */ s) => s && [s.at, s.cell, s.position].join();
     if (isNew && state.at === "") this.#picture.play();
     else if (isNew || place(before) !== place(state)) this.#picture.fly(this.#picture.cameraOf(spot));
-    const lesson = this.#showLesson(state, row, signal).then(() => this.#picture.measure());
+    const lens = this.#readLens(state, row, signal);
+    const lesson = lens.then(() => this.#showLesson(state, row, signal)).then(() => this.#picture.measure());
     await Promise.all([this.#fill(), this.#showCell(state, chosen, signal), lesson]);
     this.#showLegend(state);
     this.#say(null);
@@ -179,15 +184,19 @@ export default class Network extends View {
   }
 
   /**
-   * Go to a step of the lesson, or leave it.
-   * @param {number | null} step
+   * Go to a step of a lesson, or leave it.
+   * @param {number | null} step Infinity is the last one
+   * @param {string} [lesson] the one that is shown, unless it is given
    */
-  async #go(step) {
+  async #go(step, lesson) {
     const state = /** @type {State} */ (this.#state);
     if (step === null) return this.context.navigate({ lesson: "", step: "", at: "", cell: "" });
     try {
-      const steps = await this.#chapters(state.lesson, this.#spotOf(state).row, this.#signal);
-      return await this.context.navigate({ step: String(step), at: steps[step].at, cell: steps[step].cell });
+      const name = lesson ?? state.lesson;
+      const steps = await this.#chapters(name, this.#spotOf(state).row, this.#signal);
+      const index = Math.min(step, steps.length - 1);
+      const { at, cell } = steps[index];
+      return await this.context.navigate({ lesson: name, step: String(index), at, cell });
     } catch (error) {
       return this.context.report(error);
     }
@@ -217,6 +226,34 @@ export default class Network extends View {
     const steps = await this.#chapters(lesson, row, signal);
     if (signal.aborted) return;
     this.#card.show(/** @type {Lesson} */ (LESSONS[lesson]), steps, readIndex(step, "step", steps.length));
+  }
+
+  /** Whether the logit lens can say what the network would predict after each layer. @param {State} state */
+  #hasLens({ model }) {
+    const { service } = this.context;
+    return !isWorkedExample(service, model) && service.model?.capabilities.attribution === true;
+  }
+
+  /** What the lens says of a token, as far as it is here. @param {number} row */
+  #lensOf(row) {
+    const { pass, plain } = this.#parts();
+    const guesses = guessesOf(pass, row);
+    return guesses && { guesses, before: plain && guessesOf(plain, row) };
+  }
+
+  /**
+   * Ask the lens, and show its answer: in the picture, which is there already, and in the sentence above it.
+   * @param {State} state
+   * @param {number} row
+   * @param {AbortSignal} signal
+   */
+  async #readLens(state, row, signal) {
+    if (!this.#hasLens(state)) return;
+    const { pass, plain } = this.#parts();
+    await Promise.all([pass, plain].map((each) => each && readGuesses(each, row, signal)));
+    if (signal.aborted) return;
+    this.#picture.tell(this.#lensOf(row));
+    this.#showAnswer(row);
   }
 
   /** What is shown, once there was a pass. */
@@ -466,6 +503,7 @@ export default class Network extends View {
    * @param {State} state
    */
   #showLegend({ at }) {
+    const hasLane = this.#picture.scene?.layout.hasLane;
     const pass = this.#drawn();
     const { low, high, isSigned } = pass.range(at);
     const [least, most] = pass.stages.has(at) ? [brief(low), brief(high)] : ["−", "+"];
@@ -477,7 +515,7 @@ export default class Network extends View {
     const masked = pass.stages.get(at)?.hasKeys && [el("span", { class: "legend-masked" }), " masked"];
     this.#legend.replaceChildren(
       el("span", { class: "legend-scale" }, pass === this.#change && "With the edits − without: ", colours),
-      el("span", {}, el("span", { class: "legend-path" }), " the followed token"),
+      el("span", {}, el("span", { class: "legend-path" }), " the followed token", hasLane && LANE),
       masked ? el("span", {}, masked) : "",
       this.#plain
         ? el("span", {}, el("span", { class: "edited" }, "◆"), " an edit acts here; thin bars: without edits")
@@ -488,14 +526,21 @@ export default class Network extends View {
 
   /** @param {number} row */
   #showAnswer(row) {
-    const { pass, plain } = this.#parts();
-    const expected = (/** @type {Pass} */ { predictions }) => {
-      const top = (predictions.get(row) ?? []).slice(0, plain ? 1 : 2);
-      return top.map((token) => `${quoted(token)} (${percent(token.probability)})`).join(", then ");
+    const { line, pass, plain } = this.#parts();
+    const expected = (/** @type {Pass} */ each) => {
+      const guesses = guessesOf(each, row);
+      const deciding = guesses && decidingOf(guesses);
+      const top = (each.predictions.get(row) ?? []).slice(0, plain || deciding !== null ? 1 : 2);
+      const words = top.map((token) => `${quoted(token)} (${percent(token.probability)})`).join(", then ");
+      if (deciding === null) return words;
+      return `${words}; ${deciding === 0 ? "the embedding" : placeName(line.blocks[deciding - 1].layer)} decides`;
     };
-    this.#answer.textContent =
+    const guesses = guessesOf(pass, row);
+    this.#answer.replaceChildren(
       `After ${quoted(pass.tokens[row])}, the network expects ${expected(pass)}` +
-      `${plain ? `; without the edits, ${expected(plain)}` : ""}.`;
+        `${plain ? `; without the edits, ${expected(plain)}` : ""}.`,
+      ...(guesses && decidingOf(guesses) !== null ? [" ", this.#why] : []),
+    );
   }
 
   /** @param {Spot | null} spot */
