@@ -390,27 +390,32 @@ def test_a_chosen_number_is_in_sight(page: "Page", base: str, stage: str, cell: 
     assert found["right"] - found["left"] > 30  # wide enough to be read
 
 
-def take_tour(page: "Page", base: str, prompt: str) -> list[tuple[str, str]]:
-    """The title and the answer of each step of the way of a token."""
+Card = tuple[str, str, str]  # the heading or title, the sentence, and the answer
+
+
+def take_tour(page: "Page", base: str, prompt: str) -> list[Card]:
+    """The steps of the way of a token."""
     open_view(page, base, "network", prompt=prompt)
     page.get_by_role("button", name="Follow a token").click()
     found = read_lesson(page)
-    numbers = [re.fullmatch(r"(\d+) of (\d+) · (.*)", heading) for heading, _ in found]
+    numbers = [re.fullmatch(r"(\d+) of (\d+) · (.*)", heading) for heading, _, _ in found]
     assert [number and number[1] for number in numbers] == [str(index + 1) for index in range(len(found))]
     assert {number and number[2] for number in numbers} == {str(len(found))}
-    return [(heading.partition(" · ")[2], answer) for heading, answer in found]
+    return [(heading.partition(" · ")[2], sentence, answer) for heading, sentence, answer in found]
 
 
-def read_lesson(page: "Page") -> list[tuple[str, str]]:
-    """The heading and the answer of each card, read as a user reads them."""
+def read_lesson(page: "Page") -> list[Card]:
+    """All cards, read as a user reads them."""
     card = page.locator("tour-card")
-    found: list[tuple[str, str]] = []
+    found: list[Card] = []
     while True:
         wait_until_ready(page)
         heading = card.locator("h3").inner_text()
+        assert card.locator("details p").is_hidden()
+        sentence = card.locator(":scope > p:not(.faint)").inner_text()
         card.locator("summary").click()
-        found.append((heading, card.locator("details p").inner_text()))
-        following = card.get_by_role("button", name="Next")
+        found.append((heading, sentence, card.locator("details p").inner_text()))
+        following = card.get_by_role("button", name="Next", exact=True)
         if following.is_disabled():
             return found
         following.click()
@@ -420,7 +425,9 @@ def read_lesson(page: "Page") -> list[tuple[str, str]]:
 def test_the_tour_follows_a_token_and_its_answers_are_the_numbers_of_the_service(
     page: "Page", bundled: Running, base: str
 ) -> None:
-    answers = dict(take_tour(page, base, PROMPT))
+    cards = take_tour(page, base, PROMPT)
+    answers = {title: answer for title, _, answer in cards}
+    sentences = {title: sentence for title, sentence, _ in cards}
     answer = bundled.answer("/forward", prompt=PROMPT, detail="values", top_k=1)
     stages = {stage["name"]: stage["values"] for stage in answer["stages"] if "values" in stage}
     last = answer["tokens"][-1]
@@ -429,30 +436,54 @@ def test_the_tour_follows_a_token_and_its_answers_are_the_numbers_of_the_service
     column = max(range(len(row)), key=lambda index: abs(row[index]))
     assert answers["Embedding"].startswith(f"Number {column}: ")
     assert read_number(answers["Embedding"].split(": ")[1].rstrip(".")) == pytest.approx(row[column], rel=SIGNIFICANT)
-    looks = [  # heads that attend the most to an earlier token, the first one aside
-        (abs(max(rows[-1]) - 0.5), layer, head)
-        for layer in range(6)
-        for head, rows in enumerate(stages[f"blocks.{layer}.attn.pattern"][0])
-        if 0 < rows[-1].index(max(rows[-1])) < len(rows) - 1
-    ]
-    distance, layer, head = min(looks)
-    assert distance < 0.3  # its softmax is not saturated
+    best = answer["predictions"][-1]["top"][0]
+    writers = writers_of(bundled, best["id"])
+    layer, head, _ = max((each for each in writers if each[1] is not None), key=lambda each: each[2])
+    assert head is not None
     weights = sorted(stages[f"blocks.{layer}.attn.pattern"][0][head][-1], reverse=True)
     shares = [percent(weight) for weight in weights[:3]]
-    assert re.fullmatch(rf"{shares[0]}\. Then come .* \({shares[1]}\) and .* \({shares[2]}\)\.", answers["Attention"])
+    assert f"L{layer} H{head}" in sentences["Attention"]
+    assert f"with {shares[0]}." in sentences["Attention"]
+    assert re.fullmatch(rf"The most to .* \({shares[1]}\) and .* \({shares[2]}\)\.", answers["Attention"])
+    for title, part in (("What attention adds", head), ("Feed-forward", None)):
+        (share,) = (each[2] for each in writers if each[:2] == (layer, part))
+        added = re.search(r"(adds|takes) (\S+) (to|from) the logit of", sentences[title])
+        assert added is not None
+        assert read_number(added[2]) == pytest.approx(abs(share), rel=SIGNIFICANT)
+        assert (added[1] == "adds") == (share >= 0)
     turned, plain = (stages[f"blocks.{layer}.attn.{part}"][0][-1][head] for part in ("rot_q", "q"))
     check_rotation(answers["Rotary positions"], turned, plain)
     scale = stages[f"blocks.{layer}.ln1.scale"][0][-1][0]
     assert read_number(answers["Norm"].removeprefix("By ").rstrip(".")) == pytest.approx(scale, rel=SIGNIFICANT)
     neurons = stages[f"blocks.{layer}.mlp.post"][0][-1]
     assert answers["Feed-forward"].startswith(f"Neuron {neurons.index(max(neurons, key=abs))}: ")
-    best = answer["predictions"][-1]["top"][0]
     assert percent(best["probability"]) in answers["The next token"]
-    assert "at=predictions" in page.url
+    layers = lens_of(bundled, -1)
+    deciding = deciding_of(layers)
+    before, after = (layers[at]["positions"][0]["top"][0] for at in (deciding - 1, deciding))
+    assert (
+        f"Before layer {deciding - 1}, the network would still say {quoted_share(before)}; after it, "
+        f"{quoted_share(after)}." in sentences["Which layer decides"]
+    )
+    names = [f"L{layer} {'FFN' if head is None else f'H{head}'}" for layer, head, _ in writers]
+    most = sorted(range(len(writers)), key=lambda at: -writers[at][2])
+    assert [answers["Which layer decides"].index(names[at]) for at in most[:5]] == sorted(
+        answers["Which layer decides"].index(names[at]) for at in most[:5]
+    )
     page.get_by_role("button", name="Leave the lesson").click()
     wait_until_ready(page)
     assert page.locator("tour-card").is_hidden()
     assert "step=" not in page.url
+
+
+def writers_of(service: Running, token: int) -> list[tuple[int, int | None, float]]:
+    """The share of each head and feed-forward network in the logit of a token: layer, head or None, and share."""
+    layers = service.answer("/attribute", method="direct", prompt=PROMPT, token=token)["layers"]
+    return [
+        (layer, head, share)
+        for layer, parts in enumerate(layers)
+        for head, share in [*enumerate(parts["heads"]), (None, parts["mlp"])]
+    ]
 
 
 def check_rotation(answer: str, turned: list[float], plain: list[float]) -> None:
@@ -482,16 +513,16 @@ def check_rotation(answer: str, turned: list[float], plain: list[float]) -> None
 
 
 def test_the_tour_fits_every_family(page: "Page", family: str) -> None:
-    titles = [title for title, _ in take_tour(page, family, "a bc")]
+    titles = [title for title, _, _ in take_tour(page, family, "a bc")]
     assert titles[0] == "A token"
     assert {"Query, key and value", "Scores", "Attention", "After the layer"} <= set(titles)
     assert len({"Feed-forward", "Experts"} & set(titles)) == 1
-    assert titles[-1] == "The next token"
+    assert titles[-2:] == ["The next token", "Which layer decides"]
     rotates = any(stage["name"].endswith("rot_q") for stage in httpx.get(f"{family}/model").json()["stages"])
     assert ("Rotary positions" in titles) == rotates
 
 
-def begin_lesson(page: "Page", title: str) -> list[tuple[str, str]]:
+def begin_lesson(page: "Page", title: str) -> list[Card]:
     page.get_by_label("Lessons").select_option(label=title)
     page.locator("tour-card h3").wait_for()
     return read_lesson(page)
@@ -501,7 +532,8 @@ def test_the_chapters_of_an_article_have_its_numbers_and_show_the_network_of_the
     page: "Page", bundled: Running, base: str
 ) -> None:
     open_view(page, base, "network", prompt=PROMPT)
-    chapters = dict(begin_lesson(page, "A token's journey (mustafabirinci.com)"))
+    cards = begin_lesson(page, "A token's journey (mustafabirinci.com)")
+    chapters = {heading: answer for heading, _, answer in cards}
     assert [heading.split(" · ")[0] for heading in chapters] == [f"0{number}" for number in range(10)]
     assert page.locator("#model").input_value() == "a-tokens-journey"
     (entry,) = (each for each in bundled.get("/models").json()["models"] if each["name"] == "a-tokens-journey")
@@ -530,7 +562,7 @@ def test_every_article_has_a_lesson(page: "Page", base: str) -> None:
     for title in titles:
         chapters = begin_lesson(page, title)
         assert len(chapters) >= 4, title
-        assert all("NaN" not in answer and "undefined" not in answer for _, answer in chapters), chapters
+        assert all("NaN" not in answer and "undefined" not in answer for card in chapters for answer in card), chapters
         page.get_by_role("button", name="Leave the lesson").click()
         wait_until_ready(page)
 
@@ -548,12 +580,99 @@ def test_the_picture_has_its_height_and_all_rows_again_after_a_lesson(page: "Pag
     before = page.evaluate(PICTURE)
     page.get_by_role("button", name="Follow a token").click()
     wait_until_ready(page)
-    assert page.evaluate(PICTURE)["height"] < before["height"]
+    assert page.evaluate(PICTURE)["height"] >= before["height"]  # the card does not push it down
     page.get_by_role("button", name="Leave the lesson").click()
     wait_until_ready(page)
     after = page.evaluate(PICTURE)
     assert after == before
     assert after["rowShift"] == 0 >= after["hidden"]
+
+
+ROWS = """() => {
+  const { layout, row, line } = document.querySelector("network-canvas").scene;
+  const [from, to] = layout.span;
+  const parts = line.items.slice(from, to).map(({ part }) => part);
+  return { size: layout.rowSize, top: layout.rowStart(row), breadth: layout.breadth, parts };
+}"""
+
+
+def test_a_step_of_a_lesson_shows_few_high_rows_and_the_numbers_of_the_followed_token_only(
+    page: "Page", bundled: Running, base: str
+) -> None:
+    prompt = PROMPT + " dark night and he saw a long red boat on the water"
+    stage, cell = "blocks.5.attn.q", 20
+    texts_of(page, base, prompt=prompt, at=stage, cell=cell)
+    plain = page.evaluate(ROWS)
+    assert plain["size"] < 40
+    texts = {each["text"] for each in texts_of(page, base, prompt=prompt, at=stage, cell=cell, step=3)}
+    step = page.evaluate(ROWS)
+    assert step["size"] >= max(28, 1.5 * plain["size"])
+    assert 0 <= step["top"] <= step["breadth"] - step["size"]
+    numbers = [text for text in texts if re.fullmatch(r"\u2212?\d+\.\d+", text)]
+    (answer,) = bundled.answer("/forward", prompt=prompt, stages=[stage], detail="values")["stages"]
+    row = [value for head in answer["values"][0][-1] for value in head]
+    assert numbers
+    for text in numbers:
+        assert any(read_number(text) == pytest.approx(value, rel=6e-3) for value in row)
+
+
+def test_the_step_of_a_norm_shows_the_stream_before_it_and_its_result(page: "Page", base: str) -> None:
+    texts_of(page, base, at="blocks.5.ln1.scale", cell=0, step=2)
+    assert {"resid_pre", "ln1.scale", "ln1.out"} <= set(page.evaluate(ROWS)["parts"])
+
+
+def test_the_keyboard_and_the_dots_go_through_the_lesson(page: "Page", base: str) -> None:
+    open_view(page, base, "network", prompt=PROMPT)
+    page.get_by_role("button", name="Follow a token").click()
+    heading = page.locator("tour-card h3")
+    heading.filter(has_text="1 of").wait_for()
+    page.keyboard.press("ArrowRight")  # the card has the focus
+    heading.filter(has_text="2 of").wait_for()
+    wait_until_ready(page)
+    page.keyboard.press("ArrowRight")
+    heading.filter(has_text="3 of").wait_for()
+    wait_until_ready(page)
+    page.keyboard.press("ArrowLeft")
+    heading.filter(has_text="2 of").wait_for()
+    wait_until_ready(page)
+    dots = page.get_by_role("list", name="Steps").get_by_role("button")
+    dots.last.click()
+    heading.filter(has_text=f"{dots.count()} of {dots.count()}").wait_for()
+    wait_until_ready(page)
+    assert dots.last.get_attribute("aria-current") == "step"
+    assert page.get_by_role("button", name="Next", exact=True).is_disabled()
+
+
+def test_a_lesson_plays_by_itself_until_the_user_does_something(page: "Page", base: str) -> None:
+    open_view(page, base, "network", prompt=PROMPT)
+    page.get_by_role("button", name="Follow a token").click()
+    heading, play = page.locator("tour-card h3"), page.get_by_role("button", name="Play", exact=True)
+    heading.filter(has_text="1 of").wait_for()
+    assert play.is_hidden()  # the user wants less motion
+    page.emulate_media(reduced_motion="no-preference")
+    page.reload()
+    wait_until_ready(page)
+    page.clock.install()
+    play.click()
+    page.clock.fast_forward(7000)
+    heading.filter(has_text="2 of").wait_for()
+    wait_until_ready(page)
+    page.clock.fast_forward(7000)
+    heading.filter(has_text="3 of").wait_for()
+    wait_until_ready(page)
+    page.mouse.wheel(0, 100)
+    play.wait_for()
+    page.clock.fast_forward(20_000)
+    page.wait_for_timeout(300)
+    assert "3 of" in heading.inner_text()
+
+
+def test_the_question_why_is_answered_by_the_last_step(page: "Page", base: str) -> None:
+    open_view(page, base, "network", prompt=PROMPT)
+    page.get_by_role("button", name="Why?").click()
+    page.locator("tour-card h3").filter(has_text="Which layer decides").wait_for()
+    wait_until_ready(page)
+    assert "add the most to its logit" in page.locator("tour-card").inner_text()
 
 
 def test_the_followed_token_is_in_sight_when_the_heading_takes_room(page: "Page", base: str) -> None:
@@ -582,10 +701,10 @@ NOTE_TEXTS = """() => {
 }"""
 
 
-def texts_of(page: "Page", base: str, **state: str | int) -> list[dict[str, Any]]:
+def texts_of(page: "Page", base: str, prompt: str = PROMPT, **state: str | int) -> list[dict[str, Any]]:
     """The texts in the picture of the network, as it is drawn last."""
     page.emulate_media(reduced_motion="reduce")
-    open_view(page, base, "network", prompt=PROMPT, **state)
+    open_view(page, base, "network", prompt=prompt, **state)
     page.evaluate(NOTE_TEXTS)
     page.evaluate("""() => {
       document.querySelector("network-canvas").redraw();

@@ -10,7 +10,7 @@ import pytest
 from tests.service.running import Running
 from tests.web.browsing import open_table, open_view, wait_until_ready
 from tests.web.reading import SIGNIFICANT, percent, quoted, read_number, shown
-from tests.web.test_network import PROMPT, texts_of
+from tests.web.test_network import PROMPT, lens_of, texts_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -60,6 +60,30 @@ def test_the_predictions_are_those_with_the_edits_and_those_without(page: "Page"
     assert changed
     texts = [each["text"] for each in texts_of(page, base, edits=json.dumps(EDITS))]
     assert all(f"{shown(before)} → {shown(after)}" in texts for before, after in changed)
+
+
+def test_the_lens_shows_the_edited_pass_and_both_while_the_change_is_shown(
+    page: "Page", bundled: Running, base: str
+) -> None:
+    edits = [{"stage": "blocks.5.mlp_out", "op": "zero"}]
+    state = {"edits": json.dumps(edits)}
+    edited, plain = (
+        [layer["positions"][0]["top"][0]["text"] for layer in lens_of(bundled, -1, **fields)]
+        for fields in ({"edits": edits}, {})
+    )
+    assert edited[-1] != plain[-1]
+    texts = [each["text"] for each in texts_of(page, base, **state)]
+    lens = texts[texts.index("expects") :]
+    assert {shown(each) for each in edited} <= set(lens)
+    assert not [text for text in lens if "→" in text]
+    page.goto("about:blank")
+    texts = [each["text"] for each in texts_of(page, base, **state, show="change")]
+    lens = texts[texts.index("expects") :]
+    assert [text for text in lens if "→" in text] == [f"{shown(plain[-1])} → {shown(edited[-1])}"]
+    behind = [{"stage": "ln_final.out", "op": "scale", "factor": 2}]
+    page.goto("about:blank")
+    texts = [each["text"] for each in texts_of(page, base, edits=json.dumps(behind))]
+    assert "expects" not in texts  # the lens does not see this edit
 
 
 def test_the_change_is_what_the_edits_add_to_each_number(page: "Page", bundled: Running, base: str) -> None:

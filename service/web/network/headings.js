@@ -93,7 +93,7 @@ export function drawLabels(scene, heading, pointed = null) {
     const end = Math.min(layout.length, layout.startOf(last) + layout.widthOf(last));
     const sized = names.map((name) => ({ name, half: context.measureText(name).width / 2 + 3 }));
     const room = end - start;
-    const own = sized.find(({ half }) => 2 * half <= room + (side === 0 ? 0 : OVER));
+    const own = sized.find(({ half }) => 2 * half <= room + (side === 0 || plane.isDown ? 0 : OVER));
     const text = own ?? (isNear && room >= LEAST_LABEL ? sized[sized.length - 1] : undefined);
     if (!text) continue;
     const aside = Math.max(0, text.half - room / 2); // its room is at the side where no name follows

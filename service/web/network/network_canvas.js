@@ -170,6 +170,7 @@ export class NetworkCanvas extends HTMLElement {
   cameraOf({ from, to, row, column }) {
     const { layout, line } = /** @type {Scene} */ (this.#scene);
     const item = line.items[from];
+    if (item.kind === "gate" && to === from + 1) return layout.fit(...normAround(line, from), row);
     if (column === null || item.kind !== "strip") return layout.fit(from, to, row);
     const camera = layout.fit(from, from + 1, row);
     const size = 1 / (item.heads * item.columns); // near, the room around the heads is too small to matter
@@ -306,6 +307,19 @@ export class NetworkCanvas extends HTMLElement {
     this.#plane.restore();
     paintPointed(this.#scene, this.#margins);
   }
+}
+
+/**
+ * A norm, with what it reads and what it gives.
+ * @param {Line} line
+ * @param {number} gate the item that divides
+ * @returns {[from: number, to: number]}
+ */
+function normAround({ items }, gate) {
+  const { layer, part } = items[gate];
+  const norm = part.split(".")[0];
+  const last = items.findLastIndex((item) => item.layer === layer && item.part.startsWith(`${norm}.`));
+  return [Math.max(0, gate - 1), last + 1];
 }
 
 /** The number of letters of the longest token. @param {Pass} pass */

@@ -68,8 +68,9 @@ function widths({ line, layout, pass: { reference } }) {
 
 /** @param {Scene} scene */
 export function drawRivers(scene) {
-  const { plane, line, layout, pass, palette, row: chosen } = scene;
+  const { plane, line, layout, pass, palette, row: chosen, isStep } = scene;
   const { near, shareOf } = widths(scene);
+  const other = OTHER + (isStep ? -0.1 : 0.14) * layout.detail;
   const [first, last] = layout.rows;
   const half = riverMost(layout.rowSize) / 2;
   const end = layout.startOf(line.items.length - 1);
@@ -91,12 +92,7 @@ export function drawRivers(scene) {
     const open = points[points.length - 1];
     if (open.along < layout.length) points.push({ ...open, along: Math.min(end + 14, layout.length) });
     rivers.set(row, points);
-    ribbon(
-      plane,
-      points,
-      row === chosen ? palette.path : palette.river,
-      row === chosen ? 0.95 : OTHER + 0.14 * layout.detail,
-    );
+    ribbon(plane, points, row === chosen ? palette.path : palette.river, row === chosen ? 0.95 : other);
   }
   return rivers;
 }

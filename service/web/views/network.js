@@ -104,10 +104,11 @@ export default class Network extends View {
       { class: "row network-bar" },
       ...[this.#zoom, this.#answer, this.#lessons, this.#switch, this.#heads],
     );
-    const stage = el("div", { class: "network-stage" }, el("div", {}, this.#picture, this.#legend), this.#cell);
+    const picture = el("div", { class: "network-picture" }, this.#picture, this.#legend);
+    const stage = el("div", { class: "network-stage" }, this.#card, picture, this.#cell);
     this.#articles.setAttribute("aria-label", "Lessons");
     this.#articles.append(...this.#offered().map(([value, { title }]) => el("option", { value }, title)));
-    this.append(this.#card, bar, stage, this.#said, this.#table);
+    this.append(bar, stage, this.#said, this.#table);
     this.#card.addEventListener("step", ({ detail }) => this.#go(detail.step));
     this.#cell.addEventListener("go", ({ detail: { stage: at, row, column } }) =>
       this.context.navigate({ at, position: String(row), cell: String(column) }),
@@ -144,6 +145,7 @@ export default class Network extends View {
     this.#showsChange.checked = this.#drawn() !== pass;
     const focus = pass.stages.has(state.at) || state.at === PREDICTIONS ? spot.from : null;
     const look = { plain: this.#plain, row, head, chosen, lens: this.#lensOf(row), isStep: state.step !== "" };
+    this.#card.hidden = state.step === ""; // the picture takes the room that remains
     const isNew = this.#picture.show(line, this.#drawn(), look, { focus, hasLens: this.#hasLens(state) });
     this.#picture.measure();
     const place = (/** @type {State | null} */ s) => s && [s.at, s.cell, s.position].join();
@@ -171,16 +173,17 @@ export default class Network extends View {
    * Begin a lesson, with the network and the prompt of its article.
    * @param {string} name
    */
-  #begin(name) {
+  async #begin(name) {
     this.#articles.value = "";
     const { model } = /** @type {Lesson} */ (LESSONS[name]);
     const entry = this.context.service.models.find((each) => each.name === model);
     const isLeft = name !== "" && !model && isWorkedExample(this.context.service, this.#state?.model ?? null);
-    return this.context.navigate({
+    await this.context.navigate({
       ...(entry?.kind === "worked_example" && { model: entry.name, prompt: entry.prompt.text, position: "" }),
       ...(isLeft && { model: "", prompt: defaultPrompt(this.context.service, ""), position: "" }),
       ...{ lesson: name, step: "0", at: "", cell: "" },
     });
+    this.#card.focus();
   }
 
   /**
@@ -209,7 +212,9 @@ export default class Network extends View {
    */
   #chapters(lesson, row, signal) {
     const architecture = architectureOf(this.context.service, this.#state?.model ?? null);
-    return chaptersOf(lesson, { ...this.#parts(), architecture }, row, signal);
+    const hasLens = this.#hasLens({ model: this.#state?.model ?? null });
+    const hasWriters = hasLens && this.context.service.model?.capabilities.direct_attribution === true;
+    return chaptersOf(lesson, { ...this.#parts(), architecture, hasLens, hasWriters }, row, signal);
   }
 
   /**
@@ -220,15 +225,14 @@ export default class Network extends View {
   async #showLesson({ lesson, step, at }, row, signal) {
     this.#answer.hidden = step !== "";
     this.#lessons.hidden = step !== "" || at !== "";
-    this.#card.hidden = step === "";
     this.#articles.value = "";
-    if (step === "") return;
+    if (step === "") return this.#card.stop();
     const steps = await this.#chapters(lesson, row, signal);
-    if (signal.aborted) return;
-    this.#card.show(/** @type {Lesson} */ (LESSONS[lesson]), steps, readIndex(step, "step", steps.length));
+    if (signal.aborted) return undefined;
+    return this.#card.show(/** @type {Lesson} */ (LESSONS[lesson]), steps, readIndex(step, "step", steps.length));
   }
 
-  /** Whether the logit lens can say what the network would predict after each layer. @param {State} state */
+  /** Whether the logit lens can say what the network would predict after each layer. @param {Pick<State, "model">} state */
   #hasLens({ model }) {
     const { service } = this.context;
     return !isWorkedExample(service, model) && service.model?.capabilities.attribution === true;
