@@ -269,7 +269,7 @@ def deciding_of(layers: list[dict[str, Any]]) -> int:
 
 def test_the_first_picture_does_not_wait_for_the_logit_lens(page: "Page", base: str) -> None:
     held: list[Route] = []
-    page.route("**/attribute", held.append)
+    page.route("**/attribute", lambda route: held.append(route))
     page.goto(url_of(base, "network", prompt=PROMPT))
     said = page.locator("network-view .answer")
     said.filter(has_text="the network expects").wait_for()
@@ -740,6 +740,35 @@ def test_from_afar_the_layer_under_the_pointer_has_names(page: "Page", base: str
     assert "L0" not in texts  # the rest is not painted again
 
 
+def test_the_wheel_scrolls_the_page_and_zooms_with_ctrl(page: "Page", base: str) -> None:
+    page.set_viewport_size({"width": 1280, "height": 500})
+    open_view(page, base, "network", prompt=PROMPT)
+    page.locator("network-canvas canvas").hover(position={"x": 500, "y": 100})
+    hint = page.locator(".wheel-hint")
+    assert hint.is_hidden()
+    page.mouse.wheel(0, 120)
+    hint.wait_for()
+    wait_for(page, lambda: page.evaluate("scrollY") > 0, "the page scrolls")
+    zoom = "document.querySelector('network-canvas').scene.layout.zoom"
+    assert page.evaluate(zoom) == 1
+    hint.wait_for(state="hidden")
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -120)
+    wait_for(page, lambda: page.evaluate(zoom) > 1, "the picture zooms")
+    page.keyboard.up("Control")
+    page.mouse.wheel(0, -50)
+    page.wait_for_timeout(200)
+    assert hint.is_hidden()  # it was said once
+
+
+def test_numbers_that_can_be_read_have_their_index_above_them(page: "Page", base: str) -> None:
+    texts = [each["text"] for each in texts_of(page, base, at="blocks.2.mlp.post", cell=300)]
+    assert {"299", "300", "301"} <= set(texts)
+    page.goto("about:blank")
+    texts = [each["text"] for each in texts_of(page, base, at="blocks.2.mlp.post")]
+    assert not {"299", "300", "301"} & set(texts)
+
+
 def test_controls_of_a_zoomed_network_are_hidden_from_afar(page: "Page", base: str) -> None:
     open_view(page, base, "network", prompt=PROMPT)
     bands, zoom, lessons = (
@@ -822,10 +851,13 @@ def test_the_legend_has_the_range_of_the_stage(page: "Page", base: str) -> None:
     legend = page.locator("network-view .network-legend")
     assert re.match(r"0\s+1\s+the followed token\s+masked", legend.inner_text())
     assert "Escape goes back" in legend.inner_text()
+    assert "beyond" not in legend.inner_text()  # no share is larger than 1
     page.get_by_role("button", name="Network", exact=True).click()
     wait_until_ready(page)
     assert re.match(r"\u2212\s+0\s+\+", legend.inner_text())
     assert "to zoom in" in legend.inner_text()
+    open_view(page, base, "network", prompt=PROMPT, at="blocks.2.attn.scores")
+    assert "(beyond: the same colours)" in legend.inner_text()
 
 
 def test_all_terms_of_a_sum_can_be_shown(page: "Page", bundled: Running, base: str) -> None:

@@ -145,6 +145,47 @@ def test_the_picture_shows_where_the_change_begins_and_the_switch_shows_the_numb
     assert "without the edits" not in page.locator("network-view").inner_text()
 
 
+def test_the_river_of_a_change_begins_where_the_edit_is_added(page: "Page", base: str) -> None:
+    """From afar, it grows at the end of the layer, and not before the sign of the edit."""
+    page.emulate_media(reduced_motion="reduce")
+    open_view(page, base, "network", prompt=PROMPT, edits=json.dumps(EDITS), show="change")
+    found = page.evaluate("""async () => {
+      const { drawRivers } = await import("/page/network/river.js");
+      const { scene } = document.querySelector("network-canvas");
+      const { layout, line, row } = scene;
+      const points = drawRivers(scene).get(row).map(({ along, half }) => ({ along, half }));
+      const sign = layout.startOf(line.items.findIndex(({ name }) => name === "blocks.2.attn_out"));
+      return { points, sign, end: layout.startOf(line.blocks[2].last) };
+    }""")
+    sizes = [(point["along"], point["half"]) for point in found["points"]]
+    before = max(along for along, half in sizes if half <= 1)
+    assert found["sign"] < before <= found["end"]
+    assert max(half for along, half in sizes if along >= found["end"]) > 1
+
+
+def test_a_change_of_values_has_bands_although_the_attention_is_the_same(
+    page: "Page", bundled: Running, base: str
+) -> None:
+    values, pattern = "blocks.2.attn.v", "blocks.2.attn.pattern"
+    edits = [{"stage": values, "op": "zero", "positions": [1]}]
+    page.emulate_media(reduced_motion="reduce")
+    open_view(page, base, "network", prompt=PROMPT, edits=json.dumps(edits), show="change")
+    found = page.evaluate("""async () => {
+      const { sharesOf } = await import("/page/network/bands.js");
+      const { pass, row } = document.querySelector("network-canvas").scene;
+      return [null, 5].map((head) => sharesOf(pass, 2, row, head));
+    }""")
+    answer = bundled.answer("/forward", prompt=PROMPT, stages=[values, pattern], detail="values")
+    numbers = {stage["name"]: np.array(stage["values"][0]) for stage in answer["stages"]}
+    lengths = np.linalg.norm(numbers[values], axis=-1)  # (position, key head)
+    usual = np.mean(np.sqrt(np.mean(lengths**2, axis=1)))
+    weights = numbers[pattern][:, -1, 1]  # (head,)
+    expected = -weights * lengths[1, np.arange(8) // 4] / usual
+    for shares, size in zip(found, (expected.mean(), expected[5]), strict=True):
+        assert {each["key"] for each in shares} == {1}
+        assert shares[0]["weight"] == pytest.approx(size, rel=1e-3)
+
+
 @pytest.mark.parametrize("at", ["", "L2", "blocks.2.attn.z"])
 def test_a_sign_stands_where_an_edit_acts(page: "Page", base: str, at: str) -> None:
     edits = [{"stage": "blocks.2.attn.z", "op": "zero", "heads": [3], "positions": [1, -1]}]

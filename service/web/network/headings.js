@@ -20,7 +20,8 @@ const NAME = { near: 9, afar: 6 }; // the line of the names of layers, and how m
 const AFAR = 33; // the line of the names of branches
 const LAYER = 18; // pixels of the name of a layer, where the computation goes down
 const HEAD = 24; // pixels of a head that has a name
-const KEY = { least: 7.5, level: 40 }; // pixels of a column that has a token, and of one in which it lies level
+const KEY = { least: 7.5, level: 40, index: 24 }; // pixels of a column that has a token, of one in which it lies level,
+// and of one that has an index
 
 /**
  * Names of blocks, of stages and heads where they have room, and the tokens of keys.
@@ -78,7 +79,7 @@ export function drawLabels(scene, heading, pointed = null) {
         .map(({ first, last }) => {
           const isAttention = line.items.slice(first, last + 1).some(({ kind }) => kind === "bands");
           const names = isAttention ? ["Attention"] : ["Feed-forward network", "Feed-forward", "FFN"];
-          return { names, first, last, side: isAttention ? 0 : -1 };
+          return { names, first, last, side: isAttention ? 1 : -1 };
         })
         .concat(streamOf(scene, named));
   const free = lines.map(() => (plane.isDown ? LAYER : -Infinity)); // where each line is free
@@ -93,18 +94,21 @@ export function drawLabels(scene, heading, pointed = null) {
     const end = Math.min(layout.length, layout.startOf(last) + layout.widthOf(last));
     const sized = names.map((name) => ({ name, half: context.measureText(name).width / 2 + 3 }));
     const room = end - start;
-    const own = sized.find(({ half }) => 2 * half <= room + (side === 0 || plane.isDown ? 0 : OVER));
-    const text = own ?? (isNear && room >= LEAST_LABEL ? sized[sized.length - 1] : undefined);
+    const over = side === 0 || plane.isDown ? 0 : OVER;
+    const fitting = sized.filter(({ half }) => 2 * half <= room + over);
+    const some = fitting.length > 0 || !isNear || room < LEAST_LABEL ? fitting : sized.slice(-1);
+    const [text] = some.flatMap(({ name, half }) => {
+      const centre = (start + end) / 2;
+      const wanted = side > 0 ? start + half : side < 0 ? Math.min(centre, end - half) : centre;
+      const middle = Math.min(layout.length - half, Math.max(half, wanted));
+      const at = free.findIndex((place) => place <= middle - half);
+      return at < 0 ? [] : [{ name, middle, at, end: middle + half }];
+    });
     if (!text) continue;
-    const aside = Math.max(0, text.half - room / 2); // its room is at the side where no name follows
-    const wanted = (start + end) / 2 + side * aside;
-    const middle = Math.min(layout.length - text.half, Math.max(text.half, wanted));
-    const at = free.findIndex((place) => place <= middle - text.half);
-    if (at < 0) continue;
-    free[at] = middle + text.half;
+    free[text.at] = text.end;
     if (pointed !== null && isNear && pointed !== first) continue;
     context.fillStyle = pointed === null ? palette.faint : palette.text;
-    write(plane, text.name, middle, lines[at] - heading);
+    write(plane, text.name, text.middle, lines[text.at] - heading);
   }
 }
 
@@ -154,7 +158,7 @@ function write(plane, text, along, across) {
 }
 
 /**
- * The name of each head and, for keys, the token of each column, if there is room; and lines between the heads.
+ * The name of each head and the token or index of each column, if there is room; and lines between the heads.
  * @param {Scene} scene
  * @param {number} index
  * @param {number} heading
@@ -179,15 +183,15 @@ function drawHeads({ plane, layout, line, pass, palette, row }, index, heading, 
     const [start, end] = [Math.max(0, begin), Math.min(layout.length, begin + width)];
     const across = (plane.isDown ? LABELS.down : LABELS.across)[1] - heading;
     if (item.heads > 1 && end - start >= HEAD) plane.text(`H${head}`, (start + end) / 2, across);
-    if (!item.hasKeys || keys === 0 || size < KEY.least) return;
+    if (keys === 0 || size < (item.hasKeys ? KEY.least : KEY.index) || item.columns === 1) return;
     const from = Math.max(0, Math.floor(-begin / size));
     const to = Math.min(item.columns, Math.ceil((layout.length - begin) / size));
     for (let key = from; key < to; key++) {
       const middle = begin + (key + 0.5) * size;
       if (middle < 0 || middle > layout.length) continue;
-      const isHidden = isMasked(pass, item, row, head * item.columns + key);
-      context.fillStyle = isHidden ? palette.faint : palette.text;
-      drawKey(plane, shown(pass.tokens[key]), middle, size, keys);
+      const isPale = !item.hasKeys || isMasked(pass, item, row, head * item.columns + key);
+      context.fillStyle = isPale ? palette.faint : palette.text;
+      drawKey(plane, item.hasKeys ? shown(pass.tokens[key]) : String(key), middle, size, keys);
     }
   });
 }
@@ -201,7 +205,7 @@ function drawHeads({ plane, layout, line, pass, palette, row }, index, heading, 
  */
 function drawKey(plane, text, along, size, keys) {
   const { context } = plane;
-  const isLevel = plane.isDown || size >= KEY.level;
+  const isLevel = plane.isDown || size >= KEY.level || text.length * 6 <= size - 4;
   context.font = `${Math.min(10, Math.round(size))}px ${MONO}`;
   context.save();
   context.translate(...plane.point(along, plane.isDown || !isLevel ? -4 : -keys / 2));

@@ -28,7 +28,7 @@ const NEAR = 0.3; // of the detail of the layout
 
 /**
  * Events: "choose" with detail {spot}; "point" with {spot} (or null); "settle" when what is in sight has changed;
- * "out" when the user wants to see more of the network.
+ * "out" when the user wants to see more of the network; "wheelhint" when the wheel turns and does not zoom.
  */
 export class NetworkCanvas extends HTMLElement {
   #canvas = el("canvas", { tabindex: "0", role: "img" });
@@ -126,14 +126,15 @@ export class NetworkCanvas extends HTMLElement {
   }
 
   /**
-   * Pixels of the heading for the tokens of keys: none, if their columns are too narrow.
+   * Pixels of the heading for the tokens of keys or the indices of numbers: none, if their columns are too narrow.
    * @param {number} width
    */
   #keysRoom(width) {
     if (!this.#scene || this.#focus === null) return 0;
     const { line, pass, chosen } = this.#scene;
-    const { heads, columns, hasKeys } = line.items[this.#focus];
-    if (!hasKeys) return 0;
+    const { kind, heads, columns, hasKeys } = line.items[this.#focus];
+    if (kind !== "strip" || columns === 1) return 0;
+    if (!hasKeys) return chosen ? KEYS.across : 0; // for the index of each number
     if (chosen) return width < NARROW ? KEYS.down : KEYS.across;
     if (width < NARROW || (width - GUTTER.most) / (heads * columns + heads) < KEYS.cell) return 0;
     return Math.min(KEYS.most, 8 + KEYS.letter * longest(pass));

@@ -2,6 +2,7 @@
 
 import { percent, shown } from "../format.js";
 import { guessesOf } from "./lens.js";
+import { placeName } from "./names.js";
 import { lengthOf } from "./river.js";
 
 /**
@@ -27,8 +28,9 @@ export function tableOf({ line, pass, plain }, drawn, at) {
       return `${item.heads > 1 ? `H${head} ` : ""}${item.hasKeys ? heading(within) : within}`;
     });
     const known = rows.filter((row) => drawn.row(item.name, row));
+    const place = item.layer === null ? "" : `${placeName(item.layer)} `;
     return {
-      caption: `${item.name}${isChange ? " (with the edits − without)" : ""}: a row for each token`,
+      caption: `${place}${item.label}${isChange ? " (with the edits − without)" : ""}: a row for each token`,
       columns: ["token", ...names],
       rows: known.map((row) => [heading(row), ...Array.from(drawn.row(item.name, row) ?? [], Number)]),
     };

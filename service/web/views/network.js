@@ -17,7 +17,7 @@ import "../network/tour_card.js";
 import { decidingOf, guessesOf, readGuesses } from "../network/lens.js";
 import { readChoice, readIndex } from "../indices.js";
 import { defaultPrompt } from "../prompts.js";
-import { patternOf } from "../network/bands.js";
+import { patternOf, valuesOf } from "../network/bands.js";
 import { Pass } from "../network/pass.js";
 import { tableOf } from "../network/table.js";
 import { nameOf, placeName, stepsOf } from "../network/names.js";
@@ -39,6 +39,8 @@ const PREDICTIONS = "predictions"; // the item at the end of the line
 const SHOWN = { "": "the numbers", change: "what edits change" }; // by the colours
 const ATTENTION = /^blocks\.\d+\.attn\.(scores|attn_scores|pattern)$/; // the stages of the view Attention
 const LANE = ", and below it what the network would say after each layer (logit lens)";
+const CTRL = /Mac/.test(navigator.platform) ? "⌘" : "Ctrl"; // the key that makes the wheel zoom
+const HINT_MILLISECONDS = 2500;
 const MANY_WEIGHTS = 4e6; // of the patterns in sight; above, only those of the chosen token are read
 const FIRST = /(embed|resid_post|attn\.pattern|attn_out|mlp\.post|mlp\.expert_weights|scale)$/; // what it shows
 
@@ -66,6 +68,7 @@ export default class Network extends View {
   #lessons = el("span", { class: "row lessons" }, this.#start, this.#articles);
   #card = el("tour-card", { hidden: true });
   #picture = el("network-canvas");
+  #hint = el("p", { class: "wheel-hint", role: "status", hidden: true }, `To zoom, hold ${CTRL} and turn the wheel.`);
   #cell = el("cell-arithmetic", { hidden: true });
   #legend = el("p", { class: "legend row network-legend" });
   #said = el("p", { class: "under-pointer", "aria-live": "polite" });
@@ -104,7 +107,7 @@ export default class Network extends View {
       { class: "row network-bar" },
       ...[this.#zoom, this.#answer, this.#lessons, this.#switch, this.#heads],
     );
-    const picture = el("div", { class: "network-picture" }, this.#picture, this.#legend);
+    const picture = el("div", { class: "network-picture" }, this.#picture, this.#hint, this.#legend);
     const stage = el("div", { class: "network-stage" }, this.#card, picture, this.#cell);
     this.#articles.setAttribute("aria-label", "Lessons");
     this.#articles.append(...this.#offered().map(([value, { title }]) => el("option", { value }, title)));
@@ -115,6 +118,7 @@ export default class Network extends View {
     );
     this.#picture.addEventListener("choose", ({ detail }) => this.#choose(detail.spot));
     this.#picture.addEventListener("point", ({ detail }) => this.#say(detail.spot));
+    this.#picture.addEventListener("wheelhint", () => this.#showHint(), { once: true });
     this.#picture.addEventListener("settle", () => this.#fill().catch(this.context.report));
     this.#picture.canvas.addEventListener("keydown", (event) => this.#press(event));
   }
@@ -158,6 +162,12 @@ export default class Network extends View {
     this.#say(null);
     this.#table.refresh();
     return undefined;
+  }
+
+  /** Say how to zoom to somebody whose wheel scrolled the page over the picture, once. */
+  #showHint() {
+    this.#hint.hidden = false;
+    setTimeout(() => (this.#hint.hidden = true), HINT_MILLISECONDS);
   }
 
   /** The articles whose networks are served. @returns {[string, Lesson][]} */
@@ -385,7 +395,8 @@ export default class Network extends View {
       return sum + (stage ? stage.heads * stage.columns : 0);
     }, 0);
     const isMuch = columns * rows.length > MANY_WEIGHTS;
-    const all = [...names.filter((name) => !patterns.has(name)), ...(isMuch ? [] : patterns)];
+    const values = pass === this.#change && !isMuch ? layers.map(valuesOf) : [];
+    const all = [...names.filter((name) => !patterns.has(name)), ...(isMuch ? [] : patterns), ...values];
     const passes = pass === this.#pass && this.#plain ? [pass, this.#plain] : [pass]; // a change reads both
     const read = async (/** @type {string[]} */ some, /** @type {number[]} */ positions) =>
       (await Promise.all(passes.map((each) => each.read(some, positions, this.#signal)))).some(Boolean);
@@ -516,15 +527,25 @@ export default class Network extends View {
     const colours = isDiverging
       ? [el("span", {}, `${least} `, bar("diverging")), " 0 ", el("span", {}, bar("diverging positive"), ` ${most}`)]
       : [`${least} `, bar("sequential"), ` ${most}`];
+    const isClipped = pass.stages.has(at) && !at.endsWith("pattern"); // the range is a high percentile
     const masked = pass.stages.get(at)?.hasKeys && [el("span", { class: "legend-masked" }), " masked"];
     this.#legend.replaceChildren(
-      el("span", { class: "legend-scale" }, pass === this.#change && "With the edits − without: ", colours),
+      el(
+        "span",
+        { class: "legend-scale" },
+        pass === this.#change && "With the edits − without: ",
+        ...[colours, isClipped && " (beyond: the same colours)"],
+      ),
       el("span", {}, el("span", { class: "legend-path" }), " the followed token", hasLane && LANE),
       masked ? el("span", {}, masked) : "",
       this.#plain
         ? el("span", {}, el("span", { class: "edited" }, "◆"), " an edit acts here; thin bars: without edits")
         : "",
-      el("span", {}, at === "" ? "Click, scroll or pinch to zoom in." : "Drag to move; Escape goes back."),
+      el(
+        "span",
+        {},
+        at === "" ? `Click, pinch or turn the wheel with ${CTRL} to zoom in.` : "Drag to move; Escape goes back.",
+      ),
     );
   }
 
