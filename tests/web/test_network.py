@@ -235,7 +235,7 @@ def test_each_layer_says_what_the_network_would_predict_there(
     page: "Page", bundled: Running, base: str, position: int | None
 ) -> None:
     """The lane below the followed token, the sentence and the table have the answer of the logit lens."""
-    state = {} if position is None else {"position": position}
+    state: dict[str, Any] = {} if position is None else {"position": position}
     texts = [each["text"] for each in texts_of(page, base, **state)]
     layers = lens_of(bundled, -1 if position is None else position)
     best = [layer["positions"][0]["top"][0] for layer in layers]
@@ -665,6 +665,32 @@ def test_a_lesson_plays_by_itself_until_the_user_does_something(page: "Page", ba
     page.clock.fast_forward(20_000)
     page.wait_for_timeout(300)
     assert "3 of" in heading.inner_text()
+
+
+def test_a_lesson_begins_although_the_parts_that_write_the_token_are_not_known_yet(page: "Page", base: str) -> None:
+    held: list[Route] = []
+
+    def hold(route: "Route") -> None:
+        if '"direct"' in (route.request.post_data or ""):
+            held.append(route)
+        else:
+            route.continue_()
+
+    page.route("**/attribute", hold)
+    open_view(page, base, "network", prompt=PROMPT)
+    page.get_by_role("button", name="Why?").click()
+    card = page.locator("tour-card")
+    card.locator("h3").filter(has_text="Which layer decides").wait_for()
+    wait_until_ready(page)
+    assert "would still say" in card.inner_text()
+    assert "to its logit" not in card.inner_text()
+    held[0].continue_()
+    page.wait_for_timeout(500)
+    page.get_by_role("button", name="Leave the lesson").click()
+    wait_until_ready(page)
+    page.get_by_role("button", name="Why?").click()
+    card.get_by_text("add the most to its logit").wait_for()
+    assert len(held) == 1
 
 
 def test_the_question_why_is_answered_by_the_last_step(page: "Page", base: str) -> None:

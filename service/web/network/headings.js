@@ -15,6 +15,7 @@ import { headPlaces, isMasked } from "./strips.js";
 
 const LABELS = { across: [23, 38], down: [11, 23] }; // lines of the heading, in pixels from its beginning
 const OVER = 44; // pixels by which the name of a branch may be longer than the branch
+const NARROW = 80; // pixels of a layer whose stream has no name
 const LEAST_LABEL = 12; // pixels of a stage that has a label
 const NAME = { near: 9, afar: 6 }; // the line of the names of layers, and how much lower it is from afar
 const AFAR = 33; // the line of the names of branches
@@ -94,7 +95,7 @@ export function drawLabels(scene, heading, pointed = null) {
     const end = Math.min(layout.length, layout.startOf(last) + layout.widthOf(last));
     const sized = names.map((name) => ({ name, half: context.measureText(name).width / 2 + 3 }));
     const room = end - start;
-    const over = side === 0 || plane.isDown ? 0 : OVER;
+    const over = side === 0 || plane.isDown ? 0 : first === last ? OVER : Math.min(OVER, room);
     const fitting = sized.filter(({ half }) => 2 * half <= room + over);
     const some = fitting.length > 0 || !isNear || room < LEAST_LABEL ? fitting : sized.slice(-1);
     const [text] = some.flatMap(({ name, half }) => {
@@ -117,9 +118,11 @@ export function drawLabels(scene, heading, pointed = null) {
  * @param {Scene} scene
  * @param {number | undefined} layer
  */
-function streamOf({ line }, layer) {
+function streamOf({ line, layout }, layer) {
   const at = line.items.findIndex((item) => item.layer === layer && item.part === "resid_post");
-  return at < 0 ? [] : [{ names: ["Stream"], first: at, last: at, side: 1 }];
+  const block = line.blocks.find((each) => each.layer === layer);
+  const isNarrow = !block || layout.startOf(at) - layout.startOf(block.first) < NARROW;
+  return at < 0 || isNarrow ? [] : [{ names: ["Stream"], first: at, last: at, side: 1 }];
 }
 
 /**

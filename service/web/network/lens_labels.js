@@ -1,5 +1,5 @@
-// What the network would predict after each layer, in the lane below the followed token's row: at the edge of each layer
-// a token, with a bar as long as its probability.
+// What the network would predict after each layer, in the lane below the followed token's row: at the edge of each
+// layer a token, with a bar as long as its probability.
 
 import { percent, shown } from "../format.js";
 import { FONT, MONO, cut } from "./labels.js";

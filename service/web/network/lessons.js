@@ -108,7 +108,7 @@ export async function chaptersOf(name, { pass, line, architecture, hasLens, hasW
   const patterns = line.blocks.map(({ layer }) => patternOf(layer));
   const [guesses, writers] = await Promise.all([
     hasLens ? readGuesses(pass, row, signal) : null,
-    hasWriters ? readWriters(pass, row, signal) : null,
+    hasWriters ? readWriters(pass, row) : null,
     pass.read(patterns, [row], signal),
   ]);
   const gaze = gazeOf({ pass, line, row, guesses, writers });
