@@ -37,8 +37,8 @@ export function drawLens(scene) {
 }
 
 /**
- * Where there are labels: at the edge of each layer, or at as many as there is room for. The first one, the last one and
- * that of the layer which decides come first.
+ * Where there are labels: at the edge of each layer, or at as many as there is room for. The label of the layer that
+ * decides, the last one and the first one have precedence.
  * @param {Scene} scene
  * @param {number | null} deciding
  */

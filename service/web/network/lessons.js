@@ -96,8 +96,9 @@ export const LESSONS = {
 /**
  * The steps of a lesson for the token at a position. Reads the numbers that they need.
  * @param {string} name
- * @param {{ pass: Pass, line: Line, architecture: Architecture, hasLens: boolean, hasWriters: boolean }} parts `hasLens`
- *   and `hasWriters`: whether the service says what the network would predict after each layer, and what writes a token
+ * @param {{ pass: Pass, line: Line, architecture: Architecture, hasLens: boolean, hasWriters: boolean }} parts
+ *   `hasLens` and `hasWriters`: whether the service says what the network would predict after each layer, and what
+ *   writes a token
  * @param {number} row
  * @param {AbortSignal} signal
  * @returns {Promise<Chapter[]>}

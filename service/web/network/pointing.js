@@ -1,5 +1,5 @@
-// Pointer, wheel and touch on the picture of the network: point, choose, drag, zoom and pinch. The wheel scrolls the page,
-// unless Ctrl is held: then it zooms, as on a map.
+// Pointer, wheel and touch on the picture of the network: point, choose, drag, zoom and pinch. The wheel scrolls the
+// page, unless Ctrl is held: then it zooms, as on a map.
 
 /** @import { NetworkCanvas } from "./network_canvas.js" */
 

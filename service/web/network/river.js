@@ -13,7 +13,7 @@ import { bandOf, isSplit, riverCentre, riverMost } from "./scene.js";
 
 const GATE = 0.16; // half the opening of a norm, as a share of the lane
 const OTHER = 0.28; // how strong the rivers of other tokens are from afar
-const JOIN = 14; // pixels in which the river of a change grows
+const JOIN = 14; // pixels in which the river of a change grows: it must not begin before the sign of its edit
 const TINY = 28; // pixels of a branch that is not drawn
 const SHORT = 12; // pixels of a part of a branch that is not drawn
 const LEAST = 0.6; // pixels of half a river
@@ -88,7 +88,7 @@ export function drawRivers(scene) {
       const size = Math.max(LEAST, half * shareOf(length));
       const start = layout.startOf(index);
       const before = points[points.length - 1];
-      if (isChange && before) points.push({ ...before, along: Math.max(before.along, start - JOIN) }); // not before its edit
+      if (isChange && before) points.push({ ...before, along: Math.max(before.along, start - JOIN) });
       points.push({ along: start, across, half: size }, { along: start + layout.widthOf(index), across, half: size });
     }
     if (points.length === 0) continue;

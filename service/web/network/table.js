@@ -52,7 +52,7 @@ export function tableOf({ line, pass, plain }, drawn, at) {
   return {
     caption:
       `The length of ${isChange ? "the change of " : ""}each token's vector in the residual stream, ` +
-      `and the most likely next token${read.length === 0 ? "" : ", also by the logit lens for tokens that were followed"}`,
+      `and the most likely next token${read.length === 0 ? "" : ", for followed tokens also by the logit lens"}`,
     columns: [
       "token",
       ...places,

@@ -26,7 +26,8 @@ export class TourCard extends HTMLElement {
   #play = this.#button("Play", () => (this.isPlaying ? this.stop() : this.#start()));
   #leave = this.#button("Leave the lesson", () => this.#go(null));
   #interrupt = (/** @type {Event} */ event) => {
-    if (!this.#play.contains(/** @type {Node} */ (event.target))) this.stop();
+    const isPress = event.type === "pointerdown" || ["Enter", " "].includes(/** @type {KeyboardEvent} */ (event).key);
+    if (!isPress || event.target !== this.#play) this.stop(); // else its click does it
   };
 
   connectedCallback() {

@@ -146,8 +146,8 @@ export function norm({ pass, row, gaze, guesses, writers }) {
     : {
         title: "Norm",
         sentence:
-          "Each layer reads the stream through a norm, which divides all numbers of a token by one number. The picture " +
-          "has the stream before the norm, and after it what the layer works with. " +
+          "Each layer reads the stream through a norm, which divides all numbers of a token by one number. The " +
+          "picture has the stream before the norm, and after it what the layer works with. " +
           `This is layer ${gaze.layer}${what}.`,
         question: "By which number is this token divided?",
         answer: `By ${number(scale[0])}.`,

@@ -242,7 +242,10 @@ export default class Network extends View {
     return this.#card.show(/** @type {Lesson} */ (LESSONS[lesson]), steps, readIndex(step, "step", steps.length));
   }
 
-  /** Whether the logit lens can say what the network would predict after each layer. @param {Pick<State, "model">} state */
+  /**
+   * Whether the logit lens can say what the network would predict after each layer.
+   * @param {Pick<State, "model">} state
+   */
   #hasLens({ model }) {
     const { service } = this.context;
     return !isWorkedExample(service, model) && service.model?.capabilities.attribution === true;
