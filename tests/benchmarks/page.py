@@ -8,7 +8,7 @@
   prompt of `--tokens` tokens, the time from the navigation until the view is complete, and how much of it passes after
   the last pass of the service has ended.
 - **Hovering** and **zooming**: frames a second while the pointer moves over the network or a large pattern, or its
-  wheel turns there, and the longest frame.
+  wheel turns there with Ctrl, and the longest frame.
 - **Memory**: the JavaScript heap after `--passes` passes with different prompts, beside that after the first ten.
 - **Largest answer**: the most bytes of one answer to the page, before and after compression.
 
@@ -119,6 +119,8 @@ def measure_frames(page: "Page", selector: str, *, zooms: bool) -> dict[str, flo
     box = page.locator(selector).first.bounding_box()
     assert box is not None, f"nothing matches {selector}"
     page.evaluate(COUNT_FRAMES)
+    if zooms:
+        page.keyboard.down("Control")
     ends, step = time.perf_counter() + HOVER_SECONDS, 0
     while time.perf_counter() < ends:
         step += 1
@@ -127,6 +129,8 @@ def measure_frames(page: "Page", selector: str, *, zooms: bool) -> dict[str, flo
         page.mouse.move(x, y)
         if zooms:
             page.mouse.wheel(0, 120 if step // ZOOM_STEPS % 2 else -120)
+    if zooms:
+        page.keyboard.up("Control")
     found = page.evaluate(READ_FRAMES)
     return {
         "frames_per_second": 1000 * found["frames"] / found["milliseconds"],

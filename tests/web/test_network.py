@@ -13,12 +13,12 @@ import pytest
 from model.worked_examples import WORKED_EXAMPLES
 from tests.service.checkpoints import NUM_TOKENS
 from tests.service.running import Running, running
-from tests.web.browsing import open_table, open_view, url_of, wait_until_ready, wait_until_settled
-from tests.web.reading import SIGNIFICANT, percent, read_number
+from tests.web.browsing import open_table, open_view, url_of, wait_for, wait_until_ready, wait_until_settled
+from tests.web.reading import SIGNIFICANT, percent, quoted, read_number, shown
 from tests.web.test_families import FAMILIES, post, write_family
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page, Request
+    from playwright.sync_api import Page, Request, Route
 
 PROMPT = "The captain was in the"
 CONTEXT = 64
@@ -223,8 +223,85 @@ def test_the_table_has_the_numbers_of_the_stage(page: "Page", bundled: Running, 
 def test_the_answer_is_the_prediction_of_the_chosen_token(page: "Page", bundled: Running, base: str) -> None:
     open_view(page, base, "network", prompt=PROMPT, position=1)
     top = bundled.answer("/forward", prompt=PROMPT, stages=["loss"])["predictions"][1]["top"]
+    assert quoted_share(top[0]) in page.locator("network-view .answer").inner_text()
+
+
+def quoted_share(token: dict[str, Any]) -> str:
+    return f"{quoted(token['text'])} ({percent(token['probability'])})"
+
+
+@pytest.mark.parametrize("position", [None, 1])
+def test_each_layer_says_what_the_network_would_predict_there(
+    page: "Page", bundled: Running, base: str, position: int | None
+) -> None:
+    """The lane below the followed token, the sentence and the table have the answer of the logit lens."""
+    state: dict[str, Any] = {} if position is None else {"position": position}
+    texts = [each["text"] for each in texts_of(page, base, **state)]
+    layers = lens_of(bundled, -1 if position is None else position)
+    best = [layer["positions"][0]["top"][0] for layer in layers]
+    begin = texts.index("expects")
+    found = texts[begin:]
+    for token in best:
+        assert shown(token["text"]) in found
+        assert percent(token["probability"]) in found
+    deciding = deciding_of(layers)
+    assert deciding > 0
     said = page.locator("network-view .answer").inner_text()
-    assert all(percent(each["probability"]) in said for each in top[:2])
+    assert f"{quoted_share(best[-1])}; L{deciding - 1} decides." in said
+    rows = open_table(page.locator("network-view > details.data-table"))
+    row = rows.nth(bundled.answer("/tokenize", text=PROMPT)["count"] - 1 if position is None else position)
+    assert [f"{shown(each['text'])} {percent(each['probability'])}" for each in best] == row.locator(
+        "td"
+    ).all_inner_texts()[-1 - len(best) : -1]
+
+
+def lens_of(service: Running, position: int, **fields: Any) -> list[dict[str, Any]]:
+    """The residuals that the logit lens decodes at a position, each with its most likely tokens."""
+    asked = {"method": "logit_lens", "prompt": PROMPT, "positions": [position], "top_k": 1, **fields}
+    layers: list[dict[str, Any]] = service.answer("/attribute", **asked)["layers"]
+    return layers
+
+
+def deciding_of(layers: list[dict[str, Any]]) -> int:
+    """The first residual from which on the final prediction is the most likely token."""
+    return 1 + max((at for at, layer in enumerate(layers) if layer["final"][0]["rank"] > 0), default=-1)
+
+
+def test_the_first_picture_does_not_wait_for_the_logit_lens(page: "Page", base: str) -> None:
+    held: list[Route] = []
+    page.route("**/attribute", lambda route: held.append(route))
+    page.goto(url_of(base, "network", prompt=PROMPT))
+    said = page.locator("network-view .answer")
+    said.filter(has_text="the network expects").wait_for()
+    assert page.evaluate("document.querySelector('network-canvas').scene.lens") is None
+    assert "decides" not in said.inner_text()
+    wait_for(page, lambda: held != [], "the lens is asked")
+    held[0].continue_()
+    said.filter(has_text="decides").wait_for()
+    assert page.evaluate("document.querySelector('network-canvas').scene.lens") is not None
+
+
+def test_of_many_layers_as_many_labels_as_fit_are_drawn_with_the_first_the_deciding_and_the_last(
+    page: "Page", base: str
+) -> None:
+    texts_of(page, base)
+    found = page.evaluate("""async () => {
+      const { drawLens } = await import("/page/network/lens_labels.js");
+      const { scene } = document.querySelector("network-canvas");
+      const blocks = Array.from({ length: 40 }, (_, layer) => ({ layer, first: layer, last: layer }));
+      const layout = {
+        ...{ detail: 0, lane: 30, length: 1100, rowSize: 30, rowStart: (row) => 30 * row },
+        ...{ startOf: (item) => 25 * item, line: { items: Array(42), blocks } },
+      };
+      const guesses = Array.from({ length: 41 }, (_, at) => ({
+        top: [{ id: at, text: `t${at}`, probability: 0.5 }], isFinal: at > 20,
+      }));
+      window.texts = [];
+      drawLens({ ...scene, layout, lens: { guesses, before: null }, front: Infinity });
+      return window.texts.map(({ text }) => text).filter((text) => /^t/.test(text));
+    }""")
+    assert {"t0", "t21", "t40"} <= set(found)
+    assert 10 < len(found) < 25
 
 
 @pytest.mark.parametrize(
@@ -268,7 +345,7 @@ def test_only_rows_in_sight_of_a_long_prompt_are_read(page: "Page", bundled: Run
         assert position in bodies[-1]["positions"]
         assert len(bodies[-1]["positions"]) < 80
         said = page.locator("network-view .answer").inner_text()
-        assert all(percent(each["probability"]) in said for each in predictions[position]["top"][:2])
+        assert quoted_share(predictions[position]["top"][0]) in said
     named = page.evaluate(NEXT_IN_TABLE)
     assert percent(predictions[100]["top"][0]["probability"]) in named[100]
     assert named[300] == ""  # it was not in sight
@@ -313,27 +390,32 @@ def test_a_chosen_number_is_in_sight(page: "Page", base: str, stage: str, cell: 
     assert found["right"] - found["left"] > 30  # wide enough to be read
 
 
-def take_tour(page: "Page", base: str, prompt: str) -> list[tuple[str, str]]:
-    """The title and the answer of each step of the way of a token."""
+Card = tuple[str, str, str]  # the heading or title, the sentence, and the answer
+
+
+def take_tour(page: "Page", base: str, prompt: str) -> list[Card]:
+    """The steps of the way of a token."""
     open_view(page, base, "network", prompt=prompt)
     page.get_by_role("button", name="Follow a token").click()
     found = read_lesson(page)
-    numbers = [re.fullmatch(r"(\d+) of (\d+) · (.*)", heading) for heading, _ in found]
+    numbers = [re.fullmatch(r"(\d+) of (\d+) · (.*)", heading) for heading, _, _ in found]
     assert [number and number[1] for number in numbers] == [str(index + 1) for index in range(len(found))]
     assert {number and number[2] for number in numbers} == {str(len(found))}
-    return [(heading.partition(" · ")[2], answer) for heading, answer in found]
+    return [(heading.partition(" · ")[2], sentence, answer) for heading, sentence, answer in found]
 
 
-def read_lesson(page: "Page") -> list[tuple[str, str]]:
-    """The heading and the answer of each card, read as a user reads them."""
+def read_lesson(page: "Page") -> list[Card]:
+    """All cards, read as a user reads them."""
     card = page.locator("tour-card")
-    found: list[tuple[str, str]] = []
+    found: list[Card] = []
     while True:
         wait_until_ready(page)
         heading = card.locator("h3").inner_text()
+        assert card.locator("details p").is_hidden()
+        sentence = card.locator(":scope > p:not(.faint)").inner_text()
         card.locator("summary").click()
-        found.append((heading, card.locator("details p").inner_text()))
-        following = card.get_by_role("button", name="Next")
+        found.append((heading, sentence, card.locator("details p").inner_text()))
+        following = card.get_by_role("button", name="Next", exact=True)
         if following.is_disabled():
             return found
         following.click()
@@ -343,7 +425,9 @@ def read_lesson(page: "Page") -> list[tuple[str, str]]:
 def test_the_tour_follows_a_token_and_its_answers_are_the_numbers_of_the_service(
     page: "Page", bundled: Running, base: str
 ) -> None:
-    answers = dict(take_tour(page, base, PROMPT))
+    cards = take_tour(page, base, PROMPT)
+    answers = {title: answer for title, _, answer in cards}
+    sentences = {title: sentence for title, sentence, _ in cards}
     answer = bundled.answer("/forward", prompt=PROMPT, detail="values", top_k=1)
     stages = {stage["name"]: stage["values"] for stage in answer["stages"] if "values" in stage}
     last = answer["tokens"][-1]
@@ -352,30 +436,54 @@ def test_the_tour_follows_a_token_and_its_answers_are_the_numbers_of_the_service
     column = max(range(len(row)), key=lambda index: abs(row[index]))
     assert answers["Embedding"].startswith(f"Number {column}: ")
     assert read_number(answers["Embedding"].split(": ")[1].rstrip(".")) == pytest.approx(row[column], rel=SIGNIFICANT)
-    looks = [  # heads that attend the most to an earlier token, the first one aside
-        (abs(max(rows[-1]) - 0.5), layer, head)
-        for layer in range(6)
-        for head, rows in enumerate(stages[f"blocks.{layer}.attn.pattern"][0])
-        if 0 < rows[-1].index(max(rows[-1])) < len(rows) - 1
-    ]
-    distance, layer, head = min(looks)
-    assert distance < 0.3  # its softmax is not saturated
+    best = answer["predictions"][-1]["top"][0]
+    writers = writers_of(bundled, best["id"])
+    layer, head, _ = max((each for each in writers if each[1] is not None), key=lambda each: each[2])
+    assert head is not None
     weights = sorted(stages[f"blocks.{layer}.attn.pattern"][0][head][-1], reverse=True)
     shares = [percent(weight) for weight in weights[:3]]
-    assert re.fullmatch(rf"{shares[0]}\. Then come .* \({shares[1]}\) and .* \({shares[2]}\)\.", answers["Attention"])
+    assert f"L{layer} H{head}" in sentences["Attention"]
+    assert f"with {shares[0]}." in sentences["Attention"]
+    assert re.fullmatch(rf"The most to .* \({shares[1]}\) and .* \({shares[2]}\)\.", answers["Attention"])
+    for title, part in (("What attention adds", head), ("Feed-forward", None)):
+        (share,) = (each[2] for each in writers if each[:2] == (layer, part))
+        added = re.search(r"(adds|takes) (\S+) (to|from) the logit of", sentences[title])
+        assert added is not None
+        assert read_number(added[2]) == pytest.approx(abs(share), rel=SIGNIFICANT)
+        assert (added[1] == "adds") == (share >= 0)
     turned, plain = (stages[f"blocks.{layer}.attn.{part}"][0][-1][head] for part in ("rot_q", "q"))
     check_rotation(answers["Rotary positions"], turned, plain)
     scale = stages[f"blocks.{layer}.ln1.scale"][0][-1][0]
     assert read_number(answers["Norm"].removeprefix("By ").rstrip(".")) == pytest.approx(scale, rel=SIGNIFICANT)
     neurons = stages[f"blocks.{layer}.mlp.post"][0][-1]
     assert answers["Feed-forward"].startswith(f"Neuron {neurons.index(max(neurons, key=abs))}: ")
-    best = answer["predictions"][-1]["top"][0]
     assert percent(best["probability"]) in answers["The next token"]
-    assert "at=predictions" in page.url
+    layers = lens_of(bundled, -1)
+    deciding = deciding_of(layers)
+    before, after = (layers[at]["positions"][0]["top"][0] for at in (deciding - 1, deciding))
+    assert (
+        f"Before layer {deciding - 1}, the network would still say {quoted_share(before)}; after it, "
+        f"{quoted_share(after)}." in sentences["Which layer decides"]
+    )
+    names = [f"L{layer} {'FFN' if head is None else f'H{head}'}" for layer, head, _ in writers]
+    most = sorted(range(len(writers)), key=lambda at: -writers[at][2])
+    assert [answers["Which layer decides"].index(names[at]) for at in most[:5]] == sorted(
+        answers["Which layer decides"].index(names[at]) for at in most[:5]
+    )
     page.get_by_role("button", name="Leave the lesson").click()
     wait_until_ready(page)
     assert page.locator("tour-card").is_hidden()
     assert "step=" not in page.url
+
+
+def writers_of(service: Running, token: int) -> list[tuple[int, int | None, float]]:
+    """The share of each head and feed-forward network in the logit of a token: layer, head or None, and share."""
+    layers = service.answer("/attribute", method="direct", prompt=PROMPT, token=token)["layers"]
+    return [
+        (layer, head, share)
+        for layer, parts in enumerate(layers)
+        for head, share in [*enumerate(parts["heads"]), (None, parts["mlp"])]
+    ]
 
 
 def check_rotation(answer: str, turned: list[float], plain: list[float]) -> None:
@@ -405,16 +513,16 @@ def check_rotation(answer: str, turned: list[float], plain: list[float]) -> None
 
 
 def test_the_tour_fits_every_family(page: "Page", family: str) -> None:
-    titles = [title for title, _ in take_tour(page, family, "a bc")]
+    titles = [title for title, _, _ in take_tour(page, family, "a bc")]
     assert titles[0] == "A token"
     assert {"Query, key and value", "Scores", "Attention", "After the layer"} <= set(titles)
     assert len({"Feed-forward", "Experts"} & set(titles)) == 1
-    assert titles[-1] == "The next token"
+    assert titles[-2:] == ["The next token", "Which layer decides"]
     rotates = any(stage["name"].endswith("rot_q") for stage in httpx.get(f"{family}/model").json()["stages"])
     assert ("Rotary positions" in titles) == rotates
 
 
-def begin_lesson(page: "Page", title: str) -> list[tuple[str, str]]:
+def begin_lesson(page: "Page", title: str) -> list[Card]:
     page.get_by_label("Lessons").select_option(label=title)
     page.locator("tour-card h3").wait_for()
     return read_lesson(page)
@@ -424,7 +532,8 @@ def test_the_chapters_of_an_article_have_its_numbers_and_show_the_network_of_the
     page: "Page", bundled: Running, base: str
 ) -> None:
     open_view(page, base, "network", prompt=PROMPT)
-    chapters = dict(begin_lesson(page, "A token's journey (mustafabirinci.com)"))
+    cards = begin_lesson(page, "A token's journey (mustafabirinci.com)")
+    chapters = {heading: answer for heading, _, answer in cards}
     assert [heading.split(" · ")[0] for heading in chapters] == [f"0{number}" for number in range(10)]
     assert page.locator("#model").input_value() == "a-tokens-journey"
     (entry,) = (each for each in bundled.get("/models").json()["models"] if each["name"] == "a-tokens-journey")
@@ -453,7 +562,7 @@ def test_every_article_has_a_lesson(page: "Page", base: str) -> None:
     for title in titles:
         chapters = begin_lesson(page, title)
         assert len(chapters) >= 4, title
-        assert all("NaN" not in answer and "undefined" not in answer for _, answer in chapters), chapters
+        assert all("NaN" not in answer and "undefined" not in answer for card in chapters for answer in card), chapters
         page.get_by_role("button", name="Leave the lesson").click()
         wait_until_ready(page)
 
@@ -471,12 +580,125 @@ def test_the_picture_has_its_height_and_all_rows_again_after_a_lesson(page: "Pag
     before = page.evaluate(PICTURE)
     page.get_by_role("button", name="Follow a token").click()
     wait_until_ready(page)
-    assert page.evaluate(PICTURE)["height"] < before["height"]
+    assert page.evaluate(PICTURE)["height"] >= before["height"]  # the card does not push it down
     page.get_by_role("button", name="Leave the lesson").click()
     wait_until_ready(page)
     after = page.evaluate(PICTURE)
     assert after == before
     assert after["rowShift"] == 0 >= after["hidden"]
+
+
+ROWS = """() => {
+  const { layout, row, line } = document.querySelector("network-canvas").scene;
+  const [from, to] = layout.span;
+  const parts = line.items.slice(from, to).map(({ part }) => part);
+  return { size: layout.rowSize, top: layout.rowStart(row), breadth: layout.breadth, parts };
+}"""
+
+
+def test_a_step_of_a_lesson_shows_few_high_rows_and_the_numbers_of_the_followed_token_only(
+    page: "Page", bundled: Running, base: str
+) -> None:
+    prompt = PROMPT + " dark night and he saw a long red boat on the water"
+    stage, cell = "blocks.5.attn.q", 20
+    texts_of(page, base, prompt=prompt, at=stage, cell=cell)
+    plain = page.evaluate(ROWS)
+    assert plain["size"] < 40
+    texts = {each["text"] for each in texts_of(page, base, prompt=prompt, at=stage, cell=cell, step=3)}
+    step = page.evaluate(ROWS)
+    assert step["size"] >= max(28, 1.5 * plain["size"])
+    assert 0 <= step["top"] <= step["breadth"] - step["size"]
+    numbers = [text for text in texts if re.fullmatch(r"\u2212?\d+\.\d+", text)]
+    (answer,) = bundled.answer("/forward", prompt=prompt, stages=[stage], detail="values")["stages"]
+    row = [value for head in answer["values"][0][-1] for value in head]
+    assert numbers
+    for text in numbers:
+        assert any(read_number(text) == pytest.approx(value, rel=6e-3) for value in row)
+
+
+def test_the_step_of_a_norm_shows_the_stream_before_it_and_its_result(page: "Page", base: str) -> None:
+    texts_of(page, base, at="blocks.5.ln1.scale", cell=0, step=2)
+    assert {"resid_pre", "ln1.scale", "ln1.out"} <= set(page.evaluate(ROWS)["parts"])
+
+
+def test_the_keyboard_and_the_dots_go_through_the_lesson(page: "Page", base: str) -> None:
+    open_view(page, base, "network", prompt=PROMPT)
+    page.get_by_role("button", name="Follow a token").click()
+    heading = page.locator("tour-card h3")
+    heading.filter(has_text="1 of").wait_for()
+    page.keyboard.press("ArrowRight")  # the card has the focus
+    heading.filter(has_text="2 of").wait_for()
+    wait_until_ready(page)
+    page.keyboard.press("ArrowRight")
+    heading.filter(has_text="3 of").wait_for()
+    wait_until_ready(page)
+    page.keyboard.press("ArrowLeft")
+    heading.filter(has_text="2 of").wait_for()
+    wait_until_ready(page)
+    dots = page.get_by_role("list", name="Steps").get_by_role("button")
+    dots.last.click()
+    heading.filter(has_text=f"{dots.count()} of {dots.count()}").wait_for()
+    wait_until_ready(page)
+    assert dots.last.get_attribute("aria-current") == "step"
+    assert page.get_by_role("button", name="Next", exact=True).is_disabled()
+
+
+def test_a_lesson_plays_by_itself_until_the_user_does_something(page: "Page", base: str) -> None:
+    open_view(page, base, "network", prompt=PROMPT)
+    page.get_by_role("button", name="Follow a token").click()
+    heading, play = page.locator("tour-card h3"), page.get_by_role("button", name="Play", exact=True)
+    heading.filter(has_text="1 of").wait_for()
+    assert play.is_hidden()  # the user wants less motion
+    page.emulate_media(reduced_motion="no-preference")
+    page.reload()
+    wait_until_ready(page)
+    page.clock.install()
+    play.click()
+    page.clock.fast_forward(7000)
+    heading.filter(has_text="2 of").wait_for()
+    wait_until_ready(page)
+    page.clock.fast_forward(7000)
+    heading.filter(has_text="3 of").wait_for()
+    wait_until_ready(page)
+    page.mouse.wheel(0, 100)
+    play.wait_for()
+    page.clock.fast_forward(20_000)
+    page.wait_for_timeout(300)
+    assert "3 of" in heading.inner_text()
+
+
+def test_a_lesson_begins_although_the_parts_that_write_the_token_are_not_known_yet(page: "Page", base: str) -> None:
+    held: list[Route] = []
+
+    def hold(route: "Route") -> None:
+        if '"direct"' in (route.request.post_data or ""):
+            held.append(route)
+        else:
+            route.continue_()
+
+    page.route("**/attribute", hold)
+    open_view(page, base, "network", prompt=PROMPT)
+    page.get_by_role("button", name="Why?").click()
+    card = page.locator("tour-card")
+    card.locator("h3").filter(has_text="Which layer decides").wait_for()
+    wait_until_ready(page)
+    assert "would still say" in card.inner_text()
+    assert "to its logit" not in card.inner_text()
+    held[0].continue_()
+    page.wait_for_timeout(500)
+    page.get_by_role("button", name="Leave the lesson").click()
+    wait_until_ready(page)
+    page.get_by_role("button", name="Why?").click()
+    card.get_by_text("add the most to its logit").wait_for()
+    assert len(held) == 1
+
+
+def test_the_question_why_is_answered_by_the_last_step(page: "Page", base: str) -> None:
+    open_view(page, base, "network", prompt=PROMPT)
+    page.get_by_role("button", name="Why?").click()
+    page.locator("tour-card h3").filter(has_text="Which layer decides").wait_for()
+    wait_until_ready(page)
+    assert "add the most to its logit" in page.locator("tour-card").inner_text()
 
 
 def test_the_followed_token_is_in_sight_when_the_heading_takes_room(page: "Page", base: str) -> None:
@@ -505,10 +727,10 @@ NOTE_TEXTS = """() => {
 }"""
 
 
-def texts_of(page: "Page", base: str, **state: str | int) -> list[dict[str, Any]]:
+def texts_of(page: "Page", base: str, prompt: str = PROMPT, **state: str | int) -> list[dict[str, Any]]:
     """The texts in the picture of the network, as it is drawn last."""
     page.emulate_media(reduced_motion="reduce")
-    open_view(page, base, "network", prompt=PROMPT, **state)
+    open_view(page, base, "network", prompt=prompt, **state)
     page.evaluate(NOTE_TEXTS)
     page.evaluate("""() => {
       document.querySelector("network-canvas").redraw();
@@ -526,7 +748,9 @@ def test_each_stage_of_a_layer_is_labelled_in_words(page: "Page", base: str) -> 
     page.goto("about:blank")
     overview = [each["text"] for each in texts_of(page, base)]
     assert {f"L{layer}" for layer in range(6)} <= set(overview)
-    assert not {"Attention", "FFN", "0", "1"} & set(overview)  # from afar, they are named under the pointer
+    ends = ["Tokens", "Attention", "Feed-forward", "Stream", "Next token"]
+    assert [overview.count(name) for name in ends] == [1] * 5  # the first layer names them for all
+    assert not {"0", "1"} & set(overview)
 
 
 def test_from_afar_the_layer_under_the_pointer_has_names(page: "Page", base: str) -> None:
@@ -538,8 +762,37 @@ def test_from_afar_the_layer_under_the_pointer_has_names(page: "Page", base: str
     page.locator("network-view .under-pointer").filter(has_text="L").wait_for()
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
     texts = [each["text"] for each in page.evaluate("window.texts")]
-    assert texts.count("Attention") == texts.count("FFN") > 0
+    assert texts.count("Attention") == texts.count("Feed-forward") == texts.count("Stream") > 0
     assert "L0" not in texts  # the rest is not painted again
+
+
+def test_the_wheel_scrolls_the_page_and_zooms_with_ctrl(page: "Page", base: str) -> None:
+    page.set_viewport_size({"width": 1280, "height": 500})
+    open_view(page, base, "network", prompt=PROMPT)
+    page.locator("network-canvas canvas").hover(position={"x": 500, "y": 100})
+    hint = page.locator(".wheel-hint")
+    assert hint.is_hidden()
+    page.mouse.wheel(0, 120)
+    hint.wait_for()
+    wait_for(page, lambda: page.evaluate("scrollY") > 0, "the page scrolls")
+    zoom = "document.querySelector('network-canvas').scene.layout.zoom"
+    assert page.evaluate(zoom) == 1
+    hint.wait_for(state="hidden")
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -120)
+    wait_for(page, lambda: page.evaluate(zoom) > 1, "the picture zooms")
+    page.keyboard.up("Control")
+    page.mouse.wheel(0, -50)
+    page.wait_for_timeout(200)
+    assert hint.is_hidden()  # it was said once
+
+
+def test_numbers_that_can_be_read_have_their_index_above_them(page: "Page", base: str) -> None:
+    texts = [each["text"] for each in texts_of(page, base, at="blocks.2.mlp.post", cell=300)]
+    assert {"299", "300", "301"} <= set(texts)
+    page.goto("about:blank")
+    texts = [each["text"] for each in texts_of(page, base, at="blocks.2.mlp.post")]
+    assert not {"299", "300", "301"} & set(texts)
 
 
 def test_controls_of_a_zoomed_network_are_hidden_from_afar(page: "Page", base: str) -> None:
@@ -624,10 +877,13 @@ def test_the_legend_has_the_range_of_the_stage(page: "Page", base: str) -> None:
     legend = page.locator("network-view .network-legend")
     assert re.match(r"0\s+1\s+the followed token\s+masked", legend.inner_text())
     assert "Escape goes back" in legend.inner_text()
+    assert "beyond" not in legend.inner_text()  # no share is larger than 1
     page.get_by_role("button", name="Network", exact=True).click()
     wait_until_ready(page)
     assert re.match(r"\u2212\s+0\s+\+", legend.inner_text())
     assert "to zoom in" in legend.inner_text()
+    open_view(page, base, "network", prompt=PROMPT, at="blocks.2.attn.scores")
+    assert "(beyond: the same colours)" in legend.inner_text()
 
 
 def test_all_terms_of_a_sum_can_be_shown(page: "Page", bundled: Running, base: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.service.running import Running
 from tests.web.browsing import open_table, open_view, wait_until_ready
 from tests.web.reading import SIGNIFICANT, percent, quoted, read_number, shown
-from tests.web.test_network import PROMPT, texts_of
+from tests.web.test_network import PROMPT, lens_of, texts_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -60,6 +60,30 @@ def test_the_predictions_are_those_with_the_edits_and_those_without(page: "Page"
     assert changed
     texts = [each["text"] for each in texts_of(page, base, edits=json.dumps(EDITS))]
     assert all(f"{shown(before)} → {shown(after)}" in texts for before, after in changed)
+
+
+def test_the_lens_shows_the_edited_pass_and_both_while_the_change_is_shown(
+    page: "Page", bundled: Running, base: str
+) -> None:
+    edits = [{"stage": "blocks.5.mlp_out", "op": "zero"}]
+    state = {"edits": json.dumps(edits)}
+    edited, plain = (
+        [layer["positions"][0]["top"][0]["text"] for layer in lens_of(bundled, -1, **fields)]
+        for fields in ({"edits": edits}, {})
+    )
+    assert edited[-1] != plain[-1]
+    texts = [each["text"] for each in texts_of(page, base, **state)]
+    lens = texts[texts.index("expects") :]
+    assert {shown(each) for each in edited} <= set(lens)
+    assert not [text for text in lens if "→" in text]
+    page.goto("about:blank")
+    texts = [each["text"] for each in texts_of(page, base, **state, show="change")]
+    lens = texts[texts.index("expects") :]
+    assert [text for text in lens if "→" in text] == [f"{shown(plain[-1])} → {shown(edited[-1])}"]
+    behind = [{"stage": "ln_final.out", "op": "scale", "factor": 2}]
+    page.goto("about:blank")
+    texts = [each["text"] for each in texts_of(page, base, edits=json.dumps(behind))]
+    assert "expects" not in texts  # the lens does not see this edit
 
 
 def test_the_change_is_what_the_edits_add_to_each_number(page: "Page", bundled: Running, base: str) -> None:
@@ -119,6 +143,47 @@ def test_the_picture_shows_where_the_change_begins_and_the_switch_shows_the_numb
     wait_until_ready(page)
     assert switch.is_hidden()
     assert "without the edits" not in page.locator("network-view").inner_text()
+
+
+def test_the_river_of_a_change_begins_where_the_edit_is_added(page: "Page", base: str) -> None:
+    """From afar, it grows at the end of the layer, and not before the sign of the edit."""
+    page.emulate_media(reduced_motion="reduce")
+    open_view(page, base, "network", prompt=PROMPT, edits=json.dumps(EDITS), show="change")
+    found = page.evaluate("""async () => {
+      const { drawRivers } = await import("/page/network/river.js");
+      const { scene } = document.querySelector("network-canvas");
+      const { layout, line, row } = scene;
+      const points = drawRivers(scene).get(row).map(({ along, half }) => ({ along, half }));
+      const sign = layout.startOf(line.items.findIndex(({ name }) => name === "blocks.2.attn_out"));
+      return { points, sign, end: layout.startOf(line.blocks[2].last) };
+    }""")
+    sizes = [(point["along"], point["half"]) for point in found["points"]]
+    before = max(along for along, half in sizes if half <= 1)
+    assert found["sign"] < before <= found["end"]
+    assert max(half for along, half in sizes if along >= found["end"]) > 1
+
+
+def test_a_change_of_values_has_bands_although_the_attention_is_the_same(
+    page: "Page", bundled: Running, base: str
+) -> None:
+    values, pattern = "blocks.2.attn.v", "blocks.2.attn.pattern"
+    edits = [{"stage": values, "op": "zero", "positions": [1]}]
+    page.emulate_media(reduced_motion="reduce")
+    open_view(page, base, "network", prompt=PROMPT, edits=json.dumps(edits), show="change")
+    found = page.evaluate("""async () => {
+      const { sharesOf } = await import("/page/network/bands.js");
+      const { pass, row } = document.querySelector("network-canvas").scene;
+      return [null, 5].map((head) => sharesOf(pass, 2, row, head));
+    }""")
+    answer = bundled.answer("/forward", prompt=PROMPT, stages=[values, pattern], detail="values")
+    numbers = {stage["name"]: np.array(stage["values"][0]) for stage in answer["stages"]}
+    lengths = np.linalg.norm(numbers[values], axis=-1)  # (position, key head)
+    usual = np.mean(np.sqrt(np.mean(lengths**2, axis=1)))
+    weights = numbers[pattern][:, -1, 1]  # (head,)
+    expected = -weights * lengths[1, np.arange(8) // 4] / usual
+    for shares, size in zip(found, (expected.mean(), expected[5]), strict=True):
+        assert {each["key"] for each in shares} == {1}
+        assert shares[0]["weight"] == pytest.approx(size, rel=1e-3)
 
 
 @pytest.mark.parametrize("at", ["", "L2", "blocks.2.attn.z"])

@@ -26,6 +26,11 @@ export class Change extends Pass {
     return this.#plain;
   }
 
+  /** The pass with the edits, and the one without them. */
+  get both() {
+    return [this.#edited, this.#plain];
+  }
+
   /**
    * @override
    * @param {string[]} names

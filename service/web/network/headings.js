@@ -14,19 +14,22 @@ import { headPlaces, isMasked } from "./strips.js";
  */
 
 const LABELS = { across: [23, 38], down: [11, 23] }; // lines of the heading, in pixels from its beginning
+const OVER = 44; // pixels by which the name of a branch may be longer than the branch
+const NARROW = 80; // pixels of a layer whose stream has no name
 const LEAST_LABEL = 12; // pixels of a stage that has a label
 const NAME = { near: 9, afar: 6 }; // the line of the names of layers, and how much lower it is from afar
 const AFAR = 33; // the line of the names of branches
 const LAYER = 18; // pixels of the name of a layer, where the computation goes down
 const HEAD = 24; // pixels of a head that has a name
-const KEY = { least: 7.5, level: 40 }; // pixels of a column that has a token, and of one in which it lies level
+const KEY = { least: 7.5, level: 40, index: 24 }; // pixels of a column that has a token, of one in which it lies level,
+// and of one that has an index
 
 /**
  * Names of blocks, of stages and heads where they have room, and the tokens of keys.
  * @param {Scene} scene
  * @param {Margins} margins
  */
-export function drawHeadings(scene, { heading, keys }) {
+export function drawHeadings(scene, { gutter, heading, keys }) {
   const { plane, layout, line, palette } = scene;
   const { context } = plane;
   context.textBaseline = "middle";
@@ -48,6 +51,7 @@ export function drawHeadings(scene, { heading, keys }) {
       plane.text(placeName(layer), middle, -heading + NAME.near + NAME.afar * (1 - layout.detail));
   }
   drawLabels(scene, heading);
+  drawEnds(scene, gutter, heading);
   const [from, to] = layout.span;
   for (let index = from; index < to; index++)
     if (line.items[index].kind === "strip") drawHeads(scene, index, heading, keys);
@@ -66,47 +70,98 @@ export function drawLabels(scene, heading, pointed = null) {
   const { plane, layout, line, palette } = scene;
   const { context } = plane;
   const isNear = layout.detail > 0.5;
-  if (!isNear && pointed === null) return;
   const lines = plane.isDown ? LABELS.down : isNear ? LABELS.across : [AFAR];
   const [from, to] = layout.span;
+  const named = pointed === null ? line.blocks[0]?.layer : pointedLayer(scene)?.layer; // from afar
   const places = isNear
-    ? line.items.map((item, index) => ({ names: namesOf(item), first: index, last: index }))
+    ? line.items.map((item, index) => ({ names: namesOf(item), first: index, last: index, side: 0 }))
     : line.branches
-        .filter(({ layer }) => layer === pointedLayer(scene)?.layer)
+        .filter(({ layer }) => layer === named)
         .map(({ first, last }) => {
           const isAttention = line.items.slice(first, last + 1).some(({ kind }) => kind === "bands");
-          return { names: isAttention ? ["Attention"] : ["Feed-forward network", "Feed-forward", "FFN"], first, last };
-        });
+          const names = isAttention ? ["Attention"] : ["Feed-forward network", "Feed-forward", "FFN"];
+          return { names, first, last, side: isAttention ? 1 : -1 };
+        })
+        .concat(streamOf(scene, named));
   const free = lines.map(() => (plane.isDown ? LAYER : -Infinity)); // where each line is free
   context.font = `11px ${FONT}`;
   context.textAlign = "center";
   context.textBaseline = "middle";
-  for (const { names, first, last } of places) {
+  for (const { names, first, last, side } of places) {
     if (last < from || first >= to || line.items[first].kind === "predictions") continue;
     if (plane.isDown && line.blocks.some((block) => block.first === first))
       free.fill(Math.max(LAYER, layout.startOf(first) + LAYER));
     const start = Math.max(0, layout.startOf(first));
     const end = Math.min(layout.length, layout.startOf(last) + layout.widthOf(last));
     const sized = names.map((name) => ({ name, half: context.measureText(name).width / 2 + 3 }));
-    const own = sized.find(({ half }) => 2 * half <= end - start);
-    const text = own ?? (isNear && end - start >= LEAST_LABEL ? sized[sized.length - 1] : undefined);
+    const room = end - start;
+    const over = side === 0 || plane.isDown ? 0 : first === last ? OVER : Math.min(OVER, room);
+    const fitting = sized.filter(({ half }) => 2 * half <= room + over);
+    const some = fitting.length > 0 || !isNear || room < LEAST_LABEL ? fitting : sized.slice(-1);
+    const [text] = some.flatMap(({ name, half }) => {
+      const centre = (start + end) / 2;
+      const wanted = side > 0 ? start + half : side < 0 ? Math.min(centre, end - half) : centre;
+      const middle = Math.min(layout.length - half, Math.max(half, wanted));
+      const at = free.findIndex((place) => place <= middle - half);
+      return at < 0 ? [] : [{ name, middle, at, end: middle + half }];
+    });
     if (!text) continue;
-    const middle = Math.min(layout.length - text.half, Math.max(text.half, (start + end) / 2));
-    const at = free.findIndex((place) => place <= middle - text.half);
-    if (at < 0) continue;
-    free[at] = middle + text.half;
+    free[text.at] = text.end;
     if (pointed !== null && isNear && pointed !== first) continue;
     context.fillStyle = pointed === null ? palette.faint : palette.text;
-    context.save();
-    context.translate(...plane.point(middle, lines[at] - heading));
-    if (plane.isDown) context.rotate(Math.PI / 2);
-    context.fillText(text.name, 0, 0);
-    context.restore();
+    write(plane, text.name, text.middle, lines[text.at] - heading);
   }
 }
 
 /**
- * The name of each head and, for keys, the token of each column, if there is room; and lines between the heads.
+ * The stream after a layer, which has a name from afar, too.
+ * @param {Scene} scene
+ * @param {number | undefined} layer
+ */
+function streamOf({ line, layout }, layer) {
+  const at = line.items.findIndex((item) => item.layer === layer && item.part === "resid_post");
+  const block = line.blocks.find((each) => each.layer === layer);
+  const isNarrow = !block || layout.startOf(at) - layout.startOf(block.first) < NARROW;
+  return at < 0 || isNarrow ? [] : [{ names: ["Stream"], first: at, last: at, side: 1 }];
+}
+
+/**
+ * What stands before and after the network, from afar.
+ * @param {Scene} scene
+ * @param {number} gutter
+ * @param {number} heading
+ */
+function drawEnds({ plane, layout, line, palette }, gutter, heading) {
+  if (layout.detail > 0.5) return;
+  const { context } = plane;
+  const end = layout.startOf(line.items.length - 1) + 20;
+  context.font = `11px ${FONT}`;
+  context.fillStyle = palette.faint;
+  context.textAlign = plane.isDown ? "center" : "right";
+  write(plane, "Tokens", plane.isDown ? -gutter / 2 : -10, (plane.isDown ? LABELS.down[0] : AFAR) - heading);
+  context.textAlign = plane.isDown ? "center" : "left";
+  write(plane, "Next token", plane.isDown ? end + 40 : end, (plane.isDown ? LABELS.down[0] : AFAR) - heading);
+  context.textAlign = "left";
+}
+
+/**
+ * A text that follows the computation.
+ * @param {Plane} plane
+ * @param {string} text
+ * @param {number} along
+ * @param {number} across
+ */
+function write(plane, text, along, across) {
+  const { context } = plane;
+  context.save();
+  context.translate(...plane.point(along, across));
+  if (plane.isDown) context.rotate(Math.PI / 2);
+  context.fillText(text, 0, 0);
+  context.restore();
+}
+
+/**
+ * The name of each head and the token or index of each column, if there is room; and lines between the heads.
  * @param {Scene} scene
  * @param {number} index
  * @param {number} heading
@@ -131,15 +186,15 @@ function drawHeads({ plane, layout, line, pass, palette, row }, index, heading, 
     const [start, end] = [Math.max(0, begin), Math.min(layout.length, begin + width)];
     const across = (plane.isDown ? LABELS.down : LABELS.across)[1] - heading;
     if (item.heads > 1 && end - start >= HEAD) plane.text(`H${head}`, (start + end) / 2, across);
-    if (!item.hasKeys || keys === 0 || size < KEY.least) return;
+    if (keys === 0 || size < (item.hasKeys ? KEY.least : KEY.index) || item.columns === 1) return;
     const from = Math.max(0, Math.floor(-begin / size));
     const to = Math.min(item.columns, Math.ceil((layout.length - begin) / size));
     for (let key = from; key < to; key++) {
       const middle = begin + (key + 0.5) * size;
       if (middle < 0 || middle > layout.length) continue;
-      const isHidden = isMasked(pass, item, row, head * item.columns + key);
-      context.fillStyle = isHidden ? palette.faint : palette.text;
-      drawKey(plane, shown(pass.tokens[key]), middle, size, keys);
+      const isPale = !item.hasKeys || isMasked(pass, item, row, head * item.columns + key);
+      context.fillStyle = isPale ? palette.faint : palette.text;
+      drawKey(plane, item.hasKeys ? shown(pass.tokens[key]) : String(key), middle, size, keys);
     }
   });
 }
@@ -153,7 +208,7 @@ function drawHeads({ plane, layout, line, pass, palette, row }, index, heading, 
  */
 function drawKey(plane, text, along, size, keys) {
   const { context } = plane;
-  const isLevel = plane.isDown || size >= KEY.level;
+  const isLevel = plane.isDown || size >= KEY.level || text.length * 6 <= size - 4;
   context.font = `${Math.min(10, Math.round(size))}px ${MONO}`;
   context.save();
   context.translate(...plane.point(along, plane.isDown || !isLevel ? -4 : -keys / 2));

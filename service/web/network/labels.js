@@ -23,7 +23,7 @@ const THIN = 2;
  * @param {Scene} scene
  */
 export function drawPredictions(scene) {
-  const { plane, layout, line, pass, plain, palette, row: chosen } = scene;
+  const { plane, layout, line, pass, plain, lens, palette, row: chosen } = scene;
   const { context } = plane;
   const index = line.items.length - 1;
   const [start, width] = [layout.startOf(index) + 16, layout.widthOf(index) - 20];
@@ -34,7 +34,8 @@ export function drawPredictions(scene) {
   for (let row = first; row < last; row++) {
     const top = pass.predictions.get(row) ?? [];
     const before = plain?.predictions.get(row) ?? [];
-    const isNamed = row === chosen || layout.detail > 0.5; // from afar, the others are brief
+    const isNear = layout.detail > 0.5;
+    const isNamed = isNear || (row === chosen && lens === null); // else brief: the lane below has the followed one
     const lines = top.slice(0, isNamed ? room : 1);
     const begin = layout.rowStart(row) + layout.rowSize / 2 - ((lines.length - 1) * LINE) / 2;
     lines.forEach((token, at) => {
@@ -177,7 +178,7 @@ export function hasNumbers({ plane, layout }, item, index) {
  */
 export function drawNumbers(scene, item, index) {
   if (!hasNumbers(scene, item, index)) return;
-  const { plane, layout, pass, palette } = scene;
+  const { plane, layout, pass, palette, isStep, row: chosen } = scene;
   const { context } = plane;
   const places = headPlaces(item, layout.startOf(index), layout.widthOf(index));
   const size = places[0].size / item.columns;
@@ -194,7 +195,7 @@ export function drawNumbers(scene, item, index) {
     const to = Math.min(item.columns, Math.floor((layout.length - place.begin) / size + 0.05));
     for (let row = first; row < last; row++) {
       const numbers = pass.row(item.name, row);
-      if (!numbers) continue;
+      if (!numbers || (isStep && row !== chosen)) continue;
       const across = layout.rowStart(row) + ((begin + end) / 2) * layout.rowSize;
       for (let column = from; column < to; column++) {
         const value = numbers[head * item.columns + column];

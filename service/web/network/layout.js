@@ -1,14 +1,20 @@
 // Where the items and the tokens stand in the picture: a camera that zooms along the line of computation, and rows for
-// the tokens that scroll. From near, items have other widths than from afar, and change them smoothly.
+// the tokens that scroll. The followed token has a lane below its row. From near, items have other widths than from
+// afar, and change them smoothly.
 
 /** @import { Line } from "./items.js" */
 
-/** @typedef {{ zoom: number, centre: number, row: number }} Camera `centre`: an item and a share of it, as 7.5 */
+/**
+ * @typedef {{ zoom: number, centre: number, row: number, rowSize: number }} Camera `centre`: an item and a share of it,
+ *   as 7.5; `rowSize`: pixels of a row
+ */
 
 const DETAIL = { from: 300, to: 1000 }; // pixels of a block from which it shows more, and up to which, at least
 const ZOOMED = 0.9; // the share of the picture from which a block shows all
 const ROW = { least: 22, most: 68 };
 const NARROW_ROW = { least: 36, most: 90 };
+const LANE = { across: 30, down: 74 }; // pixels below the row of the followed token
+const FEW_ROWS = 7; // in sight while a step of a lesson is shown
 const MOST = 4e7; // pixels of the whole line
 const PREDICTIONS = 170; // pixels at the end of the whole network
 const SIGHT = 0.94; // the share of the picture that what is zoomed to takes
@@ -20,6 +26,12 @@ export class Layout {
   breadth = 1; // pixels in sight across it
   numRows = 1;
   rowSize = ROW.most;
+  wholeRow = ROW.most; // pixels of a row while the whole network is seen
+  largeRow = ROW.most; // and while only a few rows matter
+  isLarge = false; // whether only a few rows matter
+  followed = 0; // the row of the token that is followed
+  hasLane = false;
+  lane = 0; // pixels below the row of the followed token
   zoom = 1;
   shift = 0; // pixels of the line that are before the picture
   rowShift = 0;
@@ -45,8 +57,16 @@ export class Layout {
     const limits = isNarrow ? NARROW_ROW : ROW;
     const { centre, row } = this.camera;
     [this.length, this.breadth] = [length, breadth];
-    this.rowSize = Math.min(limits.most, Math.max(limits.least, breadth / this.numRows));
-    this.camera = { zoom: this.zoom, centre, row };
+    this.lane = this.hasLane ? LANE[isNarrow ? "down" : "across"] : 0;
+    const sized = (/** @type {number} */ size) => Math.min(limits.most, Math.max(limits.least, size));
+    this.wholeRow = sized((breadth - this.lane) / this.numRows);
+    this.largeRow = Math.max(this.wholeRow, sized(breadth / FEW_ROWS));
+    this.camera = { zoom: this.zoom, centre, row, rowSize: this.restRow };
+  }
+
+  /** Pixels of a row when nothing moves. */
+  get restRow() {
+    return this.isLarge ? this.largeRow : this.wholeRow;
   }
 
   /** Pixels of the whole line. */
@@ -54,9 +74,14 @@ export class Layout {
     return this.#starts[this.line.items.length];
   }
 
+  /** Pixels of all rows. */
+  get totalBreadth() {
+    return this.numRows * this.rowSize + this.lane;
+  }
+
   /** How many pixels the rows take in sight. */
   get rowsInSight() {
-    return Math.min(this.breadth, this.numRows * this.rowSize);
+    return Math.min(this.breadth, this.totalBreadth);
   }
 
   /** Compute the places of all items for the zoom. */
@@ -113,21 +138,36 @@ export class Layout {
     return this.#starts[index] + (item - index) * this.widthOf(index);
   }
 
+  /**
+   * The row at a place across all rows, and a share of it. The lane belongs to the end of the row above it.
+   * @param {number} place
+   */
+  #rowOf(place) {
+    const end = (this.followed + 1) * this.rowSize;
+    if (place < end) return place / this.rowSize;
+    return place < end + this.lane ? this.followed + 0.9999 : (place - this.lane) / this.rowSize;
+  }
+
   /** The row at a place across the picture, or null. @param {number} pixel */
   rowAt(pixel) {
-    const row = Math.floor((pixel + this.rowShift) / this.rowSize);
+    const row = Math.floor(this.#rowOf(pixel + this.rowShift));
     return row >= 0 && row < this.numRows && pixel < this.breadth ? row : null;
   }
 
   /** @param {number} row */
   rowStart(row) {
-    return row * this.rowSize - this.rowShift;
+    return row * this.rowSize + (row > this.followed ? this.lane : 0) - this.rowShift;
+  }
+
+  /** Pixels of a row with the lane below it. @param {number} row */
+  rowBreadth(row) {
+    return this.rowSize + (row === this.followed ? this.lane : 0);
   }
 
   /** The first row in sight, and the one after the last. */
   get rows() {
-    const first = Math.max(0, Math.floor(this.rowShift / this.rowSize));
-    return [first, Math.min(this.numRows, Math.ceil((this.rowShift + this.breadth) / this.rowSize))];
+    const first = Math.max(0, Math.floor(this.#rowOf(this.rowShift)));
+    return [first, Math.min(this.numRows, Math.ceil(this.#rowOf(this.rowShift + this.breadth)))];
   }
 
   /** The items in sight: the first, and the one after the last. */
@@ -137,15 +177,17 @@ export class Layout {
 
   /** @returns {Camera} */
   get camera() {
-    const row = (this.rowShift + this.breadth / 2) / this.rowSize;
-    return { zoom: this.zoom, centre: this.itemAt(this.length / 2), row };
+    const row = this.#rowOf(this.rowShift + this.breadth / 2);
+    return { zoom: this.zoom, centre: this.itemAt(this.length / 2), row, rowSize: this.rowSize };
   }
 
-  set camera({ zoom, centre, row }) {
+  set camera({ zoom, centre, row, rowSize }) {
+    this.rowSize = rowSize;
     this.zoom = Math.min(MOST / this.length, Math.max(1, zoom));
     this.#solve();
     this.shift = within(this.#placeOf(centre) - this.length / 2, this.total - this.length);
-    this.rowShift = within(row * this.rowSize - this.breadth / 2, this.numRows * this.rowSize - this.breadth);
+    const middle = row * this.rowSize + (row > this.followed + 1 ? this.lane : 0);
+    this.rowShift = within(middle - this.breadth / 2, this.totalBreadth - this.breadth);
   }
 
   /**
@@ -166,7 +208,7 @@ export class Layout {
    */
   move(along, across) {
     this.shift = within(this.shift + along, this.total - this.length);
-    this.rowShift = within(this.rowShift + across, this.numRows * this.rowSize - this.breadth);
+    this.rowShift = within(this.rowShift + across, this.totalBreadth - this.breadth);
   }
 
   /**
@@ -193,7 +235,7 @@ export class Layout {
     const place = (this.#placeOf(from) + this.#placeOf(to)) / 2;
     const centre = this.#itemOf(place);
     measure(kept);
-    return { zoom: Math.exp(low), centre, row: row + 0.5 };
+    return { zoom: Math.exp(low), centre, row: row + 0.5, rowSize: this.restRow };
   }
 
   /** @param {number} place on the whole line */
@@ -214,7 +256,11 @@ export class Layout {
     const isSame = Math.abs(Math.log(from.zoom / to.zoom)) < 0.01;
     const moved = isSame ? share : (begin - 1 / this.zoom) / (begin - end);
     const place = this.#placeOf(from.centre) + moved * (this.#placeOf(to.centre) - this.#placeOf(from.centre));
-    this.camera = { zoom: this.zoom, centre: this.#itemOf(place), row: from.row + share * (to.row - from.row) };
+    const mixed = (/** @type {number} */ one, /** @type {number} */ other) => one + share * (other - one);
+    this.camera = {
+      ...{ zoom: this.zoom, centre: this.#itemOf(place) },
+      ...{ row: mixed(from.row, to.row), rowSize: mixed(from.rowSize, this.restRow) },
+    };
   }
 }
 

@@ -3,7 +3,8 @@
 
 import { ARTICLES } from "../terms_list.js";
 import { patternOf } from "./bands.js";
-import { finalNorm, logits, loss, perplexity, prediction } from "./tour_outcomes.js";
+import { readGuesses } from "./lens.js";
+import { decides, finalNorm, logits, loss, perplexity, prediction } from "./tour_outcomes.js";
 import {
   attentionOut,
   block,
@@ -22,6 +23,7 @@ import {
   scores,
   tokens,
 } from "./tour_steps.js";
+import { readWriters } from "./writers.js";
 
 /**
  * @import { Architecture } from "../answers.js"
@@ -52,6 +54,7 @@ export const LESSONS = {
       feedForward,
       block,
       prediction,
+      decides,
     ),
   },
   journey: {
@@ -93,20 +96,26 @@ export const LESSONS = {
 /**
  * The steps of a lesson for the token at a position. Reads the numbers that they need.
  * @param {string} name
- * @param {{ pass: Pass, line: Line, architecture: Architecture }} parts
+ * @param {{ pass: Pass, line: Line, architecture: Architecture, hasLens: boolean, hasWriters: boolean }} parts
+ *   `hasLens` and `hasWriters`: whether the service says what the network would predict after each layer, and what
+ *   writes a token
  * @param {number} row
  * @param {AbortSignal} signal
  * @returns {Promise<Chapter[]>}
  */
-export async function chaptersOf(name, { pass, line, architecture }, row, signal) {
+export async function chaptersOf(name, { pass, line, architecture, hasLens, hasWriters }, row, signal) {
   const lesson = LESSONS[name];
   if (!lesson) throw new Error(`lesson: there is no lesson “${name}”.`);
   const patterns = line.blocks.map(({ layer }) => patternOf(layer));
-  await pass.read(patterns, [row], signal);
-  const gaze = gazeOf(pass, line, row);
+  const [guesses, writers] = await Promise.all([
+    hasLens ? readGuesses(pass, row, signal) : null,
+    hasWriters ? readWriters(pass, row) : null,
+    pass.read(patterns, [row], signal),
+  ]);
+  const gaze = gazeOf({ pass, line, row, guesses, writers });
   const own = [...pass.stages.keys()].filter((stage) => stage.startsWith(`blocks.${gaze.layer}.`));
   await pass.read(["embed", "pos_embed", "ln_final.out", ...own], [row], signal);
-  const scene = { pass, line, architecture, row, gaze };
+  const scene = { pass, line, architecture, row, gaze, guesses, writers };
   return lesson.steps.flatMap(([chapter, stepOf]) => {
     const step = stepOf(scene);
     return step === null ? [] : [{ ...step, chapter }];

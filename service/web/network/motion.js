@@ -5,7 +5,7 @@ const FLIGHT = 520; // milliseconds
 const PASS = 1700;
 
 /** Whether the user wants less motion. */
-const isCalm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+export const isCalm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
 /** @param {number} share */
 const ease = (share) => (share < 0.5 ? 4 * share ** 3 : 1 - (2 - 2 * share) ** 3 / 2);

@@ -28,7 +28,7 @@ const NEAR = 0.3; // of the detail of the layout
 
 /**
  * Events: "choose" with detail {spot}; "point" with {spot} (or null); "settle" when what is in sight has changed;
- * "out" when the user wants to see more of the network.
+ * "out" when the user wants to see more of the network; "wheelhint" when the wheel turns and does not zoom.
  */
 export class NetworkCanvas extends HTMLElement {
   #canvas = el("canvas", { tabindex: "0", role: "img" });
@@ -79,10 +79,11 @@ export class NetworkCanvas extends HTMLElement {
    * Show a pass. Returns whether it is a new one, and not what edits change in the pass that was shown.
    * @param {Line} line
    * @param {Pass} pass
-   * @param {Pick<Scene, "plain" | "row" | "head" | "chosen">} look
-   * @param {number | null} focus the stage that is zoomed to
+   * @param {Pick<Scene, "plain" | "row" | "head" | "chosen" | "lens" | "isStep">} look
+   * @param {{ focus: number | null, hasLens: boolean }} place `focus`: the stage that is zoomed to; `hasLens`: whether
+   *   there is a lane for what the lens says
    */
-  show(line, pass, look, focus) {
+  show(line, pass, look, { focus, hasLens }) {
     this.#focus = focus;
     const before = this.#scene;
     const isNew = before?.pass.body !== pass.body;
@@ -90,15 +91,24 @@ export class NetworkCanvas extends HTMLElement {
       const layout = new Layout(line, pass.tokens.length);
       const shared = { plane: this.#plane, line, layout, pass, pointed: null, front: Infinity };
       this.#scene = { ...shared, ...look, strips: new Strips(pass, false, 1), palette: paletteOf(this) };
-      this.#resize();
     } else {
       const isOther = before.pass !== pass;
       Object.assign(before, look, { pass });
       if (isOther) this.#restrip();
     }
+    const { layout } = /** @type {Scene} */ (this.#scene);
+    Object.assign(layout, { followed: look.row, hasLane: hasLens && focus === null });
+    layout.isLarge = look.isStep && focus !== null;
+    if (before?.line !== line) this.#resize();
     this.#canvas.setAttribute("aria-label", describe(line, pass));
     this.redraw();
     return isNew;
+  }
+
+  /** Show what the lens says, once it is read. @param {Scene["lens"]} lens */
+  tell(lens) {
+    if (this.#scene) this.#scene.lens = lens;
+    this.redraw();
   }
 
   /** Fit the picture to the page, if its place or what it shows has changed. */
@@ -111,18 +121,20 @@ export class NetworkCanvas extends HTMLElement {
     const width = this.clientWidth || 900;
     const top = Math.round(this.getBoundingClientRect().top + scrollY);
     const height = Math.max(HEIGHT.least, innerHeight - top - HEIGHT.below);
-    return { width, height, keys: this.#keysRoom(width) };
+    const { hasLane = false, isLarge = false } = this.#scene?.layout ?? {};
+    return { width, height, keys: this.#keysRoom(width), hasLane, isLarge };
   }
 
   /**
-   * Pixels of the heading for the tokens of keys: none, if their columns are too narrow.
+   * Pixels of the heading for the tokens of keys or the indices of numbers: none, if their columns are too narrow.
    * @param {number} width
    */
   #keysRoom(width) {
     if (!this.#scene || this.#focus === null) return 0;
     const { line, pass, chosen } = this.#scene;
-    const { heads, columns, hasKeys } = line.items[this.#focus];
-    if (!hasKeys) return 0;
+    const { kind, heads, columns, hasKeys } = line.items[this.#focus];
+    if (kind !== "strip" || columns === 1) return 0;
+    if (!hasKeys) return chosen ? KEYS.across : 0; // for the index of each number
     if (chosen) return width < NARROW ? KEYS.down : KEYS.across;
     if (width < NARROW || (width - GUTTER.most) / (heads * columns + heads) < KEYS.cell) return 0;
     return Math.min(KEYS.most, 8 + KEYS.letter * longest(pass));
@@ -146,7 +158,7 @@ export class NetworkCanvas extends HTMLElement {
     const from = scene.layout.camera;
     this.#motion.run("flight", (share) => {
       scene.layout.between(from, camera, share);
-      if (share === 1) scene.layout.camera = camera;
+      if (share === 1) scene.layout.camera = { ...camera, rowSize: scene.layout.restRow };
       this.#draw();
       if (share === 1) this.#settled();
     });
@@ -159,6 +171,7 @@ export class NetworkCanvas extends HTMLElement {
   cameraOf({ from, to, row, column }) {
     const { layout, line } = /** @type {Scene} */ (this.#scene);
     const item = line.items[from];
+    if (item.kind === "gate" && to === from + 1) return layout.fit(...normAround(line, from), row);
     if (column === null || item.kind !== "strip") return layout.fit(from, to, row);
     const camera = layout.fit(from, from + 1, row);
     const size = 1 / (item.heads * item.columns); // near, the room around the heads is too small to matter
@@ -267,7 +280,7 @@ export class NetworkCanvas extends HTMLElement {
       const gutter = Math.min(GUTTER.most, Math.max(GUTTER.least, GUTTER.letter * longest(pass) + GUTTER.numbers));
       this.#margins = { gutter, heading, keys };
       layout.resize(width - gutter, height - heading, false);
-      plane.resize(width, heading + layout.rowsInSight);
+      plane.resize(width, heading + Math.min(layout.breadth, layout.numRows * layout.wholeRow + layout.lane));
     }
     layout.camera = { ...layout.camera, row: this.#scene.row + 0.5 }; // the followed token stays in sight
     this.#restrip();
@@ -295,6 +308,19 @@ export class NetworkCanvas extends HTMLElement {
     this.#plane.restore();
     paintPointed(this.#scene, this.#margins);
   }
+}
+
+/**
+ * A norm, with what it reads and what it gives.
+ * @param {Line} line
+ * @param {number} gate the item that divides
+ * @returns {[from: number, to: number]}
+ */
+function normAround({ items }, gate) {
+  const { layer, part } = items[gate];
+  const norm = part.split(".")[0];
+  const last = items.findLastIndex((item) => item.layer === layer && item.part.startsWith(`${norm}.`));
+  return [Math.max(0, gate - 1), last + 1];
 }
 
 /** The number of letters of the longest token. @param {Pass} pass */

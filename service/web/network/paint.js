@@ -3,18 +3,21 @@
 import { drawBands } from "./bands.js";
 import { drawEditSigns } from "./edit_signs.js";
 import { drawHeadings, drawLabels } from "./headings.js";
+import { drawLens } from "./lens_labels.js";
 import { drawNumbers, drawPointedRow, drawPredictions, drawTokens, hasNumbers } from "./labels.js";
 import { drawBranches, drawGates, drawRivers } from "./river.js";
 import { bandOf, pointedLayer, strength } from "./scene.js";
 import { headPlaces } from "./strips.js";
 
 /**
+ * @import { Item } from "./items.js"
  * @import { Scene, Spot } from "./scene.js"
  * @typedef {{ gutter: number, heading: number, keys: number }} Margins before the network, both ways; `keys`: the
  *   part of the heading for the tokens of keys
  */
 
 export const LEAST_PIXELS = 1.5; // of a stage that is drawn
+const OTHERS = 0.22; // how strong the numbers of other tokens are from afar
 const GROUP = 64; // columns of a large stage that are drawn together
 
 /**
@@ -46,6 +49,7 @@ export function paint(scene, margins) {
   context.restore();
   context.restore();
   drawTokens(scene, gutter);
+  drawLens(scene);
   drawFront(scene);
   drawPlace(scene);
   drawMark(scene, scene.chosen, true);
@@ -72,9 +76,15 @@ export function paintPointed(scene, { gutter, heading }) {
   drawLabels(scene, heading, pointed.item);
   plane.clip(-gutter, 0, layout.length + gutter, layout.rowsInSight);
   drawPointedRow(scene, gutter);
+  if (layout.detail < 0.5 && pointed.row !== scene.row) {
+    context.save();
+    plane.clip(0, layout.rowStart(pointed.row), layout.length, layout.rowSize);
+    eachStrip(scene, (_item, _index, draw) => draw(pointed.row, 1));
+    context.restore();
+  }
   context.fillStyle = palette.text;
   context.globalAlpha = strength(0.05, 0.08);
-  plane.fill(-gutter, layout.rowStart(pointed.row), layout.length + gutter, layout.rowSize);
+  plane.fill(-gutter, layout.rowStart(pointed.row), layout.length + gutter, layout.rowBreadth(pointed.row));
   const block = pointedLayer(scene);
   if (block) {
     const [start, end] = [layout.startOf(block.first), layout.startOf(block.last + 1)];
@@ -98,19 +108,38 @@ function drawGround({ plane, layout, palette, row: chosen }, gutter) {
     context.globalAlpha = row === chosen ? strength(0.1, 0.14) : 0.6;
     context.fillStyle = row === chosen ? palette.path : palette.bank;
     if (row === chosen || row % 2 === 0)
-      plane.fill(-gutter, layout.rowStart(row), layout.length + gutter, layout.rowSize);
+      plane.fill(-gutter, layout.rowStart(row), layout.length + gutter, layout.rowBreadth(row));
   }
   context.globalAlpha = 1;
 }
 
 /** @param {Scene} scene */
 function drawStrips(scene) {
-  const { plane, layout, line, strips, row: chosen } = scene;
-  const { context } = plane;
+  const { layout, line, isStep, row: chosen } = scene;
+  const { context } = scene.plane;
   const [from, to] = layout.span;
   const [first, last] = layout.rows;
-  context.imageSmoothingEnabled = false;
-  const faded = strength(0.55 + 0.23 * layout.detail, 0.5 + 0.2 * layout.detail);
+  const { detail } = layout;
+  const faded = isStep ? OTHERS : strength(OTHERS + 0.53 * detail, OTHERS + 0.45 * detail);
+  eachStrip(scene, (item, index, draw) => {
+    context.globalAlpha = !isStep && hasNumbers(scene, item, index) ? 1 : faded; // for the contrast of numbers
+    for (const [above, below] of split(first, last, chosen)) draw(above, below - above);
+    context.globalAlpha = 1;
+    if (chosen >= first && chosen < last) draw(chosen, 1);
+  });
+  for (let index = from; index < to; index++)
+    if (line.items[index].kind === "strip") drawNumbers(scene, line.items[index], index);
+}
+
+/**
+ * Each heat map in sight, with a function that draws some of its rows.
+ * @param {Scene} scene
+ * @param {(item: Item, index: number, draw: (row: number, count: number) => void) => void} visit
+ */
+function eachStrip({ plane, layout, line, strips }, visit) {
+  const [from, to] = layout.span;
+  const [first, last] = layout.rows;
+  plane.context.imageSmoothingEnabled = false;
   for (let index = from; index < to; index++) {
     const item = line.items[index];
     const [start, width] = [layout.startOf(index), layout.widthOf(index)];
@@ -133,19 +162,29 @@ function drawStrips(scene) {
         pixels * (devicePixelRatio || 1),
       );
       const steps = strip.steps / (last - first);
-      const draw = (/** @type {number} */ row, /** @type {number} */ count) =>
+      visit(item, index, (row, count) =>
         plane.image(
           strip.canvas,
           [0, (row - first) * steps, strip.columns, count * steps],
           [place.begin + all[0] * size, layout.rowStart(row), pixels, count * layout.rowSize],
-        );
-      context.globalAlpha = hasNumbers(scene, item, index) ? 1 : faded; // for the contrast of numbers
-      draw(first, last - first);
-      context.globalAlpha = 1;
-      if (chosen >= first && chosen < last) draw(chosen, 1);
+        ),
+      );
     }
-    drawNumbers(scene, item, index);
   }
+}
+
+/**
+ * Rows up to the followed one, and those below its lane.
+ * @param {number} first
+ * @param {number} last
+ * @param {number} followed
+ */
+function split(first, last, followed) {
+  const middle = Math.min(last, Math.max(first, followed + 1));
+  return [
+    [first, middle],
+    [middle, last],
+  ].filter(([begin, end]) => begin < end);
 }
 
 /**
@@ -172,10 +211,9 @@ function drawFront({ plane, layout, palette, front }) {
  * @param {Scene} scene
  */
 function drawPlace({ plane, layout, palette }) {
-  const { length, rowsInSight: breadth, numRows, rowSize, rowShift, shift, total } = layout;
+  const { length, rowsInSight: breadth, totalBreadth: rows, rowShift, shift, total } = layout;
   plane.context.fillStyle = palette.faint;
   plane.context.globalAlpha = 0.7;
-  const rows = numRows * rowSize;
   if (rows > breadth + 1)
     plane.fill(length - 4, (rowShift / rows) * breadth, 4, Math.max(12, (breadth / rows) * breadth));
   if (total > length + 1) plane.fill((shift / total) * length, breadth - 4, Math.max(12, (length / total) * length), 4);

@@ -1,4 +1,5 @@
-// Pointer, wheel and touch on the picture of the network: point, choose, drag, zoom and pinch.
+// Pointer, wheel and touch on the picture of the network: point, choose, drag, zoom and pinch. The wheel scrolls the
+// page, unless Ctrl is held: then it zooms, as on a map.
 
 /** @import { NetworkCanvas } from "./network_canvas.js" */
 
@@ -72,15 +73,19 @@ export class Pointing {
     const { layout, line } = scene;
     const [along] = this.#owner.place(event.offsetX, event.offsetY);
     const sideways = this.#owner.isDown ? 0 : event.deltaX;
+    const isZoom = event.ctrlKey || event.metaKey; // browsers report a pinch on a touchpad as the wheel with Ctrl
     if (event.shiftKey || Math.abs(sideways) > Math.abs(event.deltaY)) {
       event.preventDefault();
       const by = event.shiftKey ? event.deltaY || event.deltaX : sideways;
       this.#owner.move(() => (event.shiftKey ? layout.move(0, by) : layout.move(by, 0)));
       return;
     }
-    const isOut = event.deltaY > 0;
-    if (isOut && layout.zoom <= 1.0001) return; // the page scrolls
+    if (!isZoom) {
+      this.#owner.dispatchEvent(new CustomEvent("wheelhint"));
+      return; // the page scrolls
+    }
     event.preventDefault();
+    const isOut = event.deltaY > 0;
     const item = Math.floor(layout.itemAt(along));
     const { heads, columns } = line.items[item];
     if (!isOut && layout.widthOf(item) / (heads * columns) > MOST_CELL) return;

@@ -12,6 +12,8 @@ import { bandOf, isSplit, riverCentre, riverMost } from "./scene.js";
  */
 
 const GATE = 0.16; // half the opening of a norm, as a share of the lane
+const OTHER = 0.28; // how strong the rivers of other tokens are from afar
+const JOIN = 14; // pixels in which the river of a change grows: it must not begin before the sign of its edit
 const TINY = 28; // pixels of a branch that is not drawn
 const SHORT = 12; // pixels of a part of a branch that is not drawn
 const LEAST = 0.6; // pixels of half a river
@@ -67,11 +69,13 @@ function widths({ line, layout, pass: { reference } }) {
 
 /** @param {Scene} scene */
 export function drawRivers(scene) {
-  const { plane, line, layout, pass, palette, row: chosen } = scene;
+  const { plane, line, layout, pass, palette, row: chosen, isStep } = scene;
   const { near, shareOf } = widths(scene);
+  const other = OTHER + (isStep ? -0.1 : 0.14) * layout.detail;
   const [first, last] = layout.rows;
   const half = riverMost(layout.rowSize) / 2;
   const end = layout.startOf(line.items.length - 1);
+  const isChange = pass.reference !== pass;
   /** @type {Map<number, Point[]>} */
   const rivers = new Map();
   for (let row = first; row < last; row++) {
@@ -83,6 +87,8 @@ export function drawRivers(scene) {
       if (length === undefined) continue;
       const size = Math.max(LEAST, half * shareOf(length));
       const start = layout.startOf(index);
+      const before = points[points.length - 1];
+      if (isChange && before) points.push({ ...before, along: Math.max(before.along, start - JOIN) });
       points.push({ along: start, across, half: size }, { along: start + layout.widthOf(index), across, half: size });
     }
     if (points.length === 0) continue;
@@ -90,7 +96,7 @@ export function drawRivers(scene) {
     const open = points[points.length - 1];
     if (open.along < layout.length) points.push({ ...open, along: Math.min(end + 14, layout.length) });
     rivers.set(row, points);
-    ribbon(plane, points, row === chosen ? palette.path : palette.river, row === chosen ? 0.95 : 0.42);
+    ribbon(plane, points, row === chosen ? palette.path : palette.river, row === chosen ? 0.95 : other);
   }
   return rivers;
 }

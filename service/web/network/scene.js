@@ -5,6 +5,7 @@ import { isDark } from "../theme.js";
 /**
  * @import { Line } from "./items.js"
  * @import { Layout } from "./layout.js"
+ * @import { Lens } from "./lens.js"
  * @import { Pass } from "./pass.js"
  * @import { Plane } from "./plane.js"
  * @import { Strips } from "./strips.js"
@@ -16,10 +17,11 @@ import { isDark } from "../theme.js";
  * }} Palette
  * @typedef {{
  *   plane: Plane, line: Line, layout: Layout, pass: Pass, plain: Pass | null, strips: Strips, palette: Palette,
- *   row: number, head: number | null, pointed: Spot | null, chosen: Spot | null, front: number,
+ *   row: number, head: number | null, pointed: Spot | null, chosen: Spot | null, front: number, lens: Lens | null,
+ *   isStep: boolean,
  * }} Scene `pass`: whose numbers are drawn, or what edits change; `plain`: the pass without the edits, if there are
  *   edits; `row`: of the token whose path is emphasised; `head`: whose bands are drawn, null for the mean of all;
- *   `front`: how many pixels along are there already
+ *   `front`: how many pixels along are there already; `lens`: of `row`; `isStep`: whether a step of a lesson is shown
  */
 
 const SPLIT = 20; // pixels of a row from which river and branches have places of their own

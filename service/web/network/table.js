@@ -1,6 +1,8 @@
 // The numbers behind the picture as a table: of a stage, or of the residual stream.
 
 import { percent, shown } from "../format.js";
+import { guessesOf } from "./lens.js";
+import { placeName } from "./names.js";
 import { lengthOf } from "./river.js";
 
 /**
@@ -26,8 +28,9 @@ export function tableOf({ line, pass, plain }, drawn, at) {
       return `${item.heads > 1 ? `H${head} ` : ""}${item.hasKeys ? heading(within) : within}`;
     });
     const known = rows.filter((row) => drawn.row(item.name, row));
+    const place = item.layer === null ? "" : `${placeName(item.layer)} `;
     return {
-      caption: `${item.name}${isChange ? " (with the edits − without)" : ""}: a row for each token`,
+      caption: `${place}${item.label}${isChange ? " (with the edits − without)" : ""}: a row for each token`,
       columns: ["token", ...names],
       rows: known.map((row) => [heading(row), ...Array.from(drawn.row(item.name, row) ?? [], Number)]),
     };
@@ -40,14 +43,32 @@ export function tableOf({ line, pass, plain }, drawn, at) {
     return best ? `${shown(best)} ${percent(best.probability)}` : "";
   };
   const places = stream.map(({ layer }) => (layer === null ? "embedding" : `after L${layer}`));
+  const read = rows.filter((row) => guessesOf(pass, row));
+  const guessOf = (/** @type {Pass} */ each, /** @type {number} */ row, /** @type {number} */ index) => {
+    const best = guessesOf(each, row)?.[index].top[0];
+    return best ? `${shown(best)} ${percent(best.probability)}` : "";
+  };
+  const guesses = read.length === 0 ? [] : stream.map(({ layer }) => (layer === null ? 0 : layer + 1));
   return {
     caption:
       `The length of ${isChange ? "the change of " : ""}each token's vector in the residual stream, ` +
-      "and the most likely next token",
-    columns: ["token", ...places, "next", ...(plain ? ["next without the edits"] : [])],
+      `and the most likely next token${read.length === 0 ? "" : ", for followed tokens also by the logit lens"}`,
+    columns: [
+      "token",
+      ...places,
+      ...guesses.map((_, index) => `lens, ${places[index]}`),
+      "next",
+      ...(plain ? ["next without the edits"] : []),
+    ],
     rows: rows.map((row) => [
       heading(row),
       ...stream.map(({ name }) => lengthOf(drawn, name, row)),
+      ...guesses.map((index) =>
+        [plain, pass]
+          .map((each) => each && guessOf(each, row, index))
+          .filter(Boolean)
+          .join(" → "),
+      ),
       nextOf(pass, row),
       ...(plain ? [nextOf(plain, row)] : []),
     ]),

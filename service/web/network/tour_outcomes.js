@@ -2,7 +2,9 @@
 // from the pass. lessons.js has their order.
 
 import { count, number, percent, quoted } from "../format.js";
-import { largest } from "./tour_steps.js";
+import { decidingOf } from "./lens.js";
+import { placeName } from "./names.js";
+import { guessed, largest } from "./tour_steps.js";
 
 /** @import { StepOf } from "./tour_steps.js" */
 
@@ -12,7 +14,7 @@ export function finalNorm({ pass, row }) {
   return (
     found && {
       title: "The last norm",
-      sentence: "Behind the last layer, the river passes one more norm.",
+      sentence: "After the last layer, the stream passes one more norm.",
       question: "Which number is the largest then, by size?",
       answer: `Number ${found.column}: ${number(found.value)}.`,
       at: "ln_final.out",
@@ -39,13 +41,15 @@ export function logits({ pass, row }) {
 }
 
 /** @type {StepOf} */
-export function prediction({ pass, row }) {
+export function prediction({ pass, line, row }) {
+  const layers = line.blocks.length;
   const best = pass.predictions.get(row)?.[0];
   return best === undefined
     ? null
     : {
         title: "The next token",
         sentence:
+          (layers > 1 ? `All ${layers} layers do the same, each with its own weights. ` : "") +
           "The last vector is compared with a vector of every token of the vocabulary. Softmax turns these logits " +
           "into probabilities.",
         question: `Which token comes most likely after ${quoted(pass.tokens[row])}?`,
@@ -53,6 +57,38 @@ export function prediction({ pass, row }) {
         at: "predictions",
         cell: String(best.id),
       };
+}
+
+/** @type {StepOf} */
+export function decides({ line, row, pass, guesses, writers }) {
+  const deciding = guesses && decidingOf(guesses);
+  if (guesses === null || deciding === null) return null;
+  const last = guesses[guesses.length - 1];
+  const best = quoted(last.top[0]);
+  const layer = deciding > 0 ? line.blocks[deciding - 1].layer : null;
+  const from =
+    layer === null
+      ? `${best} is the most likely token from the start, before the first layer.`
+      : `Before layer ${layer}, the network would still say ${guessed(guesses[deciding - 1])}; after it, ` +
+        `${guessed(guesses[deciding])}.`;
+  const end = deciding > 0 && deciding < guesses.length - 1 ? ` In the end, it is ${guessed(last)}.` : "";
+  const signed = (/** @type {number} */ share) => `${share >= 0 ? "+" : ""}${number(share)}`;
+  const named = (/** @type {{ name: string, share: number }} */ { name, share }) => `${name} (${signed(share)})`;
+  const most = writers?.slice(0, 2).map(named).join(" and ");
+  return {
+    title: "Which layer decides",
+    sentence: `${from}${end}${writers ? ` ${most} add the most to its logit.` : ""}`,
+    question: writers ? `Which parts write ${best}, and which work against it?` : "What would each layer say?",
+    answer: writers
+      ? `The most: ${writers.slice(0, 5).map(named).join(", ")}. Against it: ` +
+        `${writers.slice(-2).reverse().map(named).join(", ")}. The shares of all parts add up to the logit ` +
+        `${number(pass.predictions.get(row)?.[0].logit)}.`
+      : guesses
+          .map((guess, at) => `${at === 0 ? "before" : "after"} ${placeName(Math.max(0, at - 1))} ${guessed(guess)}`)
+          .join(", "),
+    at: "",
+    cell: "",
+  };
 }
 
 /** @type {StepOf} */

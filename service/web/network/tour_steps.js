@@ -4,45 +4,75 @@
 import { count, number, percent, quoted } from "../format.js";
 import { halfOf, turnOf } from "./arithmetic/elementwise.js";
 import { patternOf } from "./bands.js";
+import { decidingOf } from "./lens.js";
 import { placeName } from "./names.js";
 
 /**
  * @import { Architecture } from "../answers.js"
  * @import { Numbers } from "../api.js"
  * @import { Line } from "./items.js"
+ * @import { Guess } from "./lens.js"
  * @import { Pass, PassStage } from "./pass.js"
+ * @import { Writer } from "./writers.js"
  *
  * @typedef {{ title: string, sentence: string, question: string, answer: string, at: string, cell: string }} TourStep
  *   `at` and `cell`: the place in the network, as in the address
  * @typedef {{ layer: number | null, head: number, key: number }} Gaze a head, and the token that it attends to the most
- * @typedef {{ pass: Pass, line: Line, architecture: Architecture, row: number, gaze: Gaze }} Scene
+ * @typedef {{
+ *   pass: Pass, line: Line, architecture: Architecture, row: number, gaze: Gaze, guesses: Guess[] | null,
+ *   writers: Writer[] | null,
+ * }} Scene `guesses`: what the network would predict after each layer; `writers`: what writes the predicted token
  * @typedef {(scene: Scene) => TourStep | null} StepOf null: this network has no such stage
  */
 
 /**
- * The head that shows the most of softmax: the one whose largest share is nearest to a half. Heads that attend the most
- * to an earlier token come first, the first token aside: many heads look there when they find nothing.
- * @param {Pass} pass
- * @param {Line} line
- * @param {number} row
+ * The head to look through: the one that writes the most of the predicted token. Where nothing says which one that is,
+ * the head that shows the most of softmax, in the layer that decides if one does: its largest share is nearest to a
+ * half. Then heads that attend the most to an earlier token come first, the first token aside: many heads look there
+ * when they find nothing.
+ * @param {Pick<Scene, "pass" | "line" | "row" | "guesses" | "writers">} scene
  * @returns {Gaze}
  */
-export function gazeOf(pass, { blocks }, row) {
-  const first = blocks.length > 0 ? blocks[0].layer : null;
-  let [best, gaze] = [Infinity, { layer: first, head: 0, key: 0 }];
-  for (const { layer } of blocks) {
+export function gazeOf({ pass, line: { blocks }, row, guesses, writers }) {
+  const keyOf = (/** @type {Numbers} */ own) => own.indexOf(Math.max(...own));
+  const ownOf = (/** @type {number} */ layer, /** @type {number} */ head) => {
+    const { columns, rows } = /** @type {PassStage} */ (pass.stages.get(patternOf(layer)));
+    return /** @type {Numbers} */ (rows.get(row)).slice(head * columns, (head + 1) * columns);
+  };
+  const writer = writers?.find(({ head, share }) => head !== null && share > 0);
+  if (writer && writer.head !== null) {
+    const { layer, head } = writer;
+    return { layer, head, key: keyOf(ownOf(layer, head)) };
+  }
+  const deciding = guesses && decidingOf(guesses);
+  const layers = blocks.map(({ layer }) => layer).filter((layer) => !deciding || layer === blocks[deciding - 1].layer);
+  let [best, gaze] = [Infinity, { layer: layers[0] ?? null, head: 0, key: 0 }];
+  for (const layer of layers) {
     const stage = pass.stages.get(patternOf(layer));
-    const weights = stage?.rows.get(row);
-    if (!stage || !weights) continue;
+    if (!stage?.rows.has(row)) continue;
     for (let head = 0; head < stage.heads; head++) {
-      const own = weights.slice(head * stage.columns, (head + 1) * stage.columns);
-      const key = own.indexOf(Math.max(...own));
+      const own = ownOf(layer, head);
+      const key = keyOf(own);
       const isBack = key > 0 && key < row;
-      const distance = Math.abs(weights[head * stage.columns + key] - 0.5) + (isBack ? 0 : 1);
+      const distance = Math.abs(own[key] - 0.5) + (isBack ? 0 : 1);
       if (distance < best) [best, gaze] = [distance, { layer, head, key }];
     }
   }
   return gaze;
+}
+
+/**
+ * How much a part adds to the logit of the predicted token, as a sentence; "" if nothing is known of it.
+ * @param {Scene} scene
+ * @param {number | null} head null for the feed-forward network
+ */
+function adds({ pass, row, writers, gaze }, head) {
+  const writer = writers?.find((each) => each.layer === gaze.layer && each.head === head);
+  const best = pass.predictions.get(row)?.[0];
+  if (!writer || !best) return "";
+  const verb = writer.share >= 0 ? "adds" : "takes";
+  const direction = writer.share >= 0 ? "to" : "from";
+  return ` ${writer.name} ${verb} ${number(Math.abs(writer.share))} ${direction} the logit of ${quoted(best)}.`;
 }
 
 /**
@@ -59,11 +89,13 @@ function strongest(weights, head, columns) {
 /** @type {StepOf} */
 export function tokens({ pass, row }) {
   const { length } = pass.tokens;
+  const best = pass.predictions.get(row)?.[0];
+  const end = best ? ` The network expects ${quoted(best)} after it. The next steps show how that comes about.` : "";
   return {
     title: "A token",
     sentence:
       `The prompt is ${count(length)} tokens, one in each row. Follow the purple one: ` +
-      `${quoted(pass.tokens[row])}, at position ${row}.`,
+      `${quoted(pass.tokens[row])}, at position ${row}.${end}`,
     question: "What does the network get of it?",
     answer: `Its id, ${pass.tokens[row].id ?? row}, and its position, ${row}. Nothing else.`,
     at: "",
@@ -78,8 +110,8 @@ export function embedding({ pass, row }) {
     found && {
       title: "Embedding",
       sentence:
-        `The id selects a row of the embedding table: ${count(found.stage.columns)} numbers, with ` +
-        "which the river begins.",
+        `The id selects a row of the embedding table: ${count(found.stage.columns)} numbers. With them begins the ` +
+        "stream of the token, which each layer reads and adds to.",
       question: "Which of them is the largest, by size?",
       answer: `Number ${found.column}: ${number(found.value)}.`,
       at: "embed",
@@ -104,17 +136,19 @@ export function position({ pass, row }) {
 }
 
 /** @type {StepOf} */
-export function norm({ pass, row, gaze }) {
+export function norm({ pass, row, gaze, guesses, writers }) {
   const name = `blocks.${gaze.layer}.ln1.scale`;
   const scale = pass.row(name, row);
+  const isDeciding = guesses !== null && gaze.layer !== null && decidingOf(guesses) === gaze.layer + 1;
+  const what = isDeciding ? ", which decides" : writers ? ", whose heads write the most" : "";
   return scale === undefined
     ? null
     : {
         title: "Norm",
         sentence:
-          "Each layer reads the river (the residual stream) through a norm, which divides all numbers of a token by " +
-          "one number. " +
-          `This is layer ${gaze.layer}.`,
+          "Each layer reads the stream through a norm, which divides all numbers of a token by one number. The " +
+          "picture has the stream before the norm, and after it what the layer works with. " +
+          `This is layer ${gaze.layer}${what}.`,
         question: "By which number is this token divided?",
         answer: `By ${number(scale[0])}.`,
         at: name,
@@ -123,7 +157,7 @@ export function norm({ pass, row, gaze }) {
 }
 
 /** @type {StepOf} */
-export function queries({ pass, row, gaze: { layer, head } }) {
+export function queries({ pass, row, writers, gaze: { layer, head } }) {
   const name = `blocks.${layer}.attn.q`;
   const found = largest(pass, name, row, head);
   if (layer === null || !found) return null;
@@ -131,7 +165,8 @@ export function queries({ pass, row, gaze: { layer, head } }) {
     title: "Query, key and value",
     sentence:
       "Three weight matrices make a query (what the token looks for), a key (what it offers) and a " +
-      `value (what it passes on), ${count(found.stage.columns)} numbers for each head.`,
+      `value (what it passes on), ${count(found.stage.columns)} numbers for each head. ` +
+      `${placeName(layer, head)} is the head ${writers ? "that writes the most of the prediction" : "to look at"}.`,
     question: `What is the largest number of the query of ${placeName(layer, head)}, by size?`,
     answer: `Number ${found.column}: ${number(found.value)}. Its terms, input × weight, are at the right.`,
     at: name,
@@ -150,7 +185,7 @@ export function scores({ pass, row, gaze: { layer, head, key } }) {
     title: "Scores",
     sentence:
       "The query is multiplied with the key of every earlier token, and of its own: number by number, " +
-      "added up, scaled.",
+      `added up, scaled. In ${placeName(layer, head)}, ${quoted(pass.tokens[key])} fits best.`,
     question: `What is the score of ${quoted(pass.tokens[key])} in ${placeName(layer, head)}?`,
     answer: `${number(numbers[cell])}. The sum at the right shows how it comes about.`,
     at: name,
@@ -171,26 +206,29 @@ export function pattern({ pass, row, gaze: { layer, head, key } }) {
     .map((other) => `${quoted(pass.tokens[other])} at ${other} (${percent(weights[head * stage.columns + other])})`);
   return {
     title: "Attention",
-    sentence: "Softmax turns the scores of each head into shares of 100 %.",
-    question:
-      `How much does ${quoted(pass.tokens[row])} attend to ${quoted(pass.tokens[key])} in ` +
-      `${placeName(layer, head)}?`,
-    answer: `${percent(weights[cell])}. ${next.length > 0 ? `Then come ${next.join(" and ")}.` : ""}`,
+    sentence:
+      "Softmax turns the scores of each head into shares of 100 %. " +
+      `In ${placeName(layer, head)}, ${quoted(pass.tokens[row])} attends to ${quoted(pass.tokens[key])} with ` +
+      `${percent(weights[cell])}.`,
+    question: "Where does the rest of the attention go?",
+    answer: next.length > 0 ? `The most to ${next.join(" and ")}.` : "There is no rest.",
     at: name,
     cell: String(cell),
   };
 }
 
 /** @type {StepOf} */
-export function attentionOut({ pass, row, gaze: { layer } }) {
+export function attentionOut(scene) {
+  const { pass, row, gaze } = scene;
+  const { layer, head } = gaze;
   const found = largest(pass, `blocks.${layer}.attn_out`, row);
   return (
     found && {
       title: "What attention adds",
       sentence:
         "Each head mixes the values of the tokens by these shares. A matrix turns the mixtures of all heads into " +
-        "one vector, and the river gets it.",
-      question: "Which number of the river changes the most?",
+        `one vector, which is added to the stream.${adds(scene, head)}`,
+      question: "Which number of the stream changes the most?",
       answer: `Number ${found.column}, by ${number(found.value)}.`,
       at: `blocks.${layer}.attn_out`,
       cell: String(found.column),
@@ -257,7 +295,7 @@ export function residual({ pass, row, gaze: { layer } }) {
   const { column, value } = found;
   return {
     title: "Residual connection",
-    sentence: "What attention gives is added to the river. What was there before stays, and so gradients pass, too.",
+    sentence: "What attention gives is added to the stream. What was there before stays, and so gradients pass, too.",
     question: "Which number changes the most?",
     answer: `Number ${column}: ${number(from[column])} + ${number(value)} = ${number(after[column])}.`,
     at: name,
@@ -301,13 +339,17 @@ export function experts({ pass, row, gaze: { layer } }) {
 }
 
 /** @type {StepOf} */
-export function feedForward({ pass, row, gaze: { layer } }) {
+export function feedForward(scene) {
+  const { pass, row, gaze } = scene;
+  const { layer } = gaze;
   const name = `blocks.${layer}.mlp.post`;
   const found = largest(pass, name, row);
   return (
     found && {
       title: "Feed-forward",
-      sentence: `A wider layer of ${count(found.stage.columns)} neurons reads this token alone. Most stay near zero.`,
+      sentence:
+        `A wider layer of ${count(found.stage.columns)} neurons reads this token alone. Most stay near zero.` +
+        adds(scene, null),
       question: "Which neuron is the most active?",
       answer: `Neuron ${found.column}: ${number(found.value)}.`,
       at: name,
@@ -317,23 +359,29 @@ export function feedForward({ pass, row, gaze: { layer } }) {
 }
 
 /** @type {StepOf} */
-export function block({ pass, line, row, gaze: { layer } }) {
+export function block({ pass, line, row, guesses, gaze: { layer } }) {
   const found = largest(pass, `blocks.${layer}.resid_post`, row);
   const others =
     line.blocks.length > 1
       ? `All ${line.blocks.length} layers do the same, each with its own weights.`
       : "This network has one layer.";
+  const [from, to] = guesses && layer !== null ? guesses.slice(layer, layer + 2).map(guessed) : [];
   return (
     found && {
       title: "After the layer",
-      sentence: `The river has what both have added. ${others}`,
-      question: "Which number of the river is the largest now, by size?",
+      sentence:
+        "The stream now has what attention and the feed-forward network have added. " +
+        (from ? `Before the layer, the network would say ${from}; after it, ${to}.` : others),
+      question: "Which number of the stream is the largest now, by size?",
       answer: `Number ${found.column}: ${number(found.value)}.`,
       at: `blocks.${layer}.resid_post`,
       cell: String(found.column),
     }
   );
 }
+
+/** A guess in words: the token and its probability. @param {Guess} guess */
+export const guessed = ({ top: [best] }) => `${quoted(best)} (${percent(best.probability)})`;
 
 /**
  * The largest number of a row by size, of one head or of all.

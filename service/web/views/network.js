@@ -14,12 +14,13 @@ import { Change } from "../network/change.js";
 import "../network/cell_arithmetic.js";
 import "../network/network_canvas.js";
 import "../network/tour_card.js";
+import { decidingOf, guessesOf, readGuesses } from "../network/lens.js";
 import { readChoice, readIndex } from "../indices.js";
 import { defaultPrompt } from "../prompts.js";
-import { patternOf } from "../network/bands.js";
+import { patternOf, valuesOf } from "../network/bands.js";
 import { Pass } from "../network/pass.js";
 import { tableOf } from "../network/table.js";
-import { nameOf, stepsOf } from "../network/names.js";
+import { nameOf, placeName, stepsOf } from "../network/names.js";
 import { View } from "../view.js";
 import { inWords, ofPrompt, readNamedEdits, withoutNames } from "./edit_words.js";
 import { isOther, isPosition, readPosition } from "./positions.js";
@@ -37,6 +38,9 @@ import { isOther, isPosition, readPosition } from "./positions.js";
 const PREDICTIONS = "predictions"; // the item at the end of the line
 const SHOWN = { "": "the numbers", change: "what edits change" }; // by the colours
 const ATTENTION = /^blocks\.\d+\.attn\.(scores|attn_scores|pattern)$/; // the stages of the view Attention
+const LANE = ", and below it what the network would say after each layer (logit lens)";
+const CTRL = /Mac/.test(navigator.platform) ? "⌘" : "Ctrl"; // the key that makes the wheel zoom
+const HINT_MILLISECONDS = 2500;
 const MANY_WEIGHTS = 4e6; // of the patterns in sight; above, only those of the chosen token are read
 const FIRST = /(embed|resid_post|attn\.pattern|attn_out|mlp\.post|mlp\.expert_weights|scale)$/; // what it shows
 
@@ -58,11 +62,13 @@ export default class Network extends View {
     onchange: ({ target }) => this.context.navigate({ show: /** @type {any} */ (target).checked ? "change" : "" }),
   });
   #switch = el("label", { hidden: true }, this.#showsChange, " Show the change");
-  #start = el("button", { type: "button", class: "small", onclick: () => this.#begin("") }, LESSONS[""]?.title);
+  #start = el("button", { type: "button", class: "main", onclick: () => this.#begin("") }, LESSONS[""]?.title);
+  #why = el("button", { type: "button", class: "small", onclick: () => this.#go(Infinity, "") }, "Why?");
   #articles = select({ onchange: ({ target }) => this.#begin(target.value) }, [["", "Read an article here"]], "");
   #lessons = el("span", { class: "row lessons" }, this.#start, this.#articles);
   #card = el("tour-card", { hidden: true });
   #picture = el("network-canvas");
+  #hint = el("p", { class: "wheel-hint", role: "status", hidden: true }, `To zoom, hold ${CTRL} and turn the wheel.`);
   #cell = el("cell-arithmetic", { hidden: true });
   #legend = el("p", { class: "legend row network-legend" });
   #said = el("p", { class: "under-pointer", "aria-live": "polite" });
@@ -101,16 +107,18 @@ export default class Network extends View {
       { class: "row network-bar" },
       ...[this.#zoom, this.#answer, this.#lessons, this.#switch, this.#heads],
     );
-    const stage = el("div", { class: "network-stage" }, el("div", {}, this.#picture, this.#legend), this.#cell);
+    const picture = el("div", { class: "network-picture" }, this.#picture, this.#hint, this.#legend);
+    const stage = el("div", { class: "network-stage" }, this.#card, picture, this.#cell);
     this.#articles.setAttribute("aria-label", "Lessons");
     this.#articles.append(...this.#offered().map(([value, { title }]) => el("option", { value }, title)));
-    this.append(this.#card, bar, stage, this.#said, this.#table);
+    this.append(bar, stage, this.#said, this.#table);
     this.#card.addEventListener("step", ({ detail }) => this.#go(detail.step));
     this.#cell.addEventListener("go", ({ detail: { stage: at, row, column } }) =>
       this.context.navigate({ at, position: String(row), cell: String(column) }),
     );
     this.#picture.addEventListener("choose", ({ detail }) => this.#choose(detail.spot));
     this.#picture.addEventListener("point", ({ detail }) => this.#say(detail.spot));
+    this.#picture.addEventListener("wheelhint", () => this.#showHint(), { once: true });
     this.#picture.addEventListener("settle", () => this.#fill().catch(this.context.report));
     this.#picture.canvas.addEventListener("keydown", (event) => this.#press(event));
   }
@@ -139,18 +147,27 @@ export default class Network extends View {
     this.#showAnswer(row);
     this.#switch.hidden = this.#plain === null;
     this.#showsChange.checked = this.#drawn() !== pass;
-    const focus = pass.stages.has(state.at) ? spot.from : null;
-    const isNew = this.#picture.show(line, this.#drawn(), { plain: this.#plain, row, head, chosen }, focus);
+    const focus = pass.stages.has(state.at) || state.at === PREDICTIONS ? spot.from : null;
+    const look = { plain: this.#plain, row, head, chosen, lens: this.#lensOf(row), isStep: state.step !== "" };
+    this.#card.hidden = state.step === ""; // the picture takes the room that remains
+    const isNew = this.#picture.show(line, this.#drawn(), look, { focus, hasLens: this.#hasLens(state) });
     this.#picture.measure();
     const place = (/** @type {State | null} */ s) => s && [s.at, s.cell, s.position].join();
     if (isNew && state.at === "") this.#picture.play();
     else if (isNew || place(before) !== place(state)) this.#picture.fly(this.#picture.cameraOf(spot));
-    const lesson = this.#showLesson(state, row, signal).then(() => this.#picture.measure());
+    const lens = this.#readLens(state, row, signal);
+    const lesson = lens.then(() => this.#showLesson(state, row, signal)).then(() => this.#picture.measure());
     await Promise.all([this.#fill(), this.#showCell(state, chosen, signal), lesson]);
     this.#showLegend(state);
     this.#say(null);
     this.#table.refresh();
     return undefined;
+  }
+
+  /** Say how to zoom to somebody whose wheel scrolled the page over the picture, once. */
+  #showHint() {
+    this.#hint.hidden = false;
+    setTimeout(() => (this.#hint.hidden = true), HINT_MILLISECONDS);
   }
 
   /** The articles whose networks are served. @returns {[string, Lesson][]} */
@@ -166,28 +183,33 @@ export default class Network extends View {
    * Begin a lesson, with the network and the prompt of its article.
    * @param {string} name
    */
-  #begin(name) {
+  async #begin(name) {
     this.#articles.value = "";
     const { model } = /** @type {Lesson} */ (LESSONS[name]);
     const entry = this.context.service.models.find((each) => each.name === model);
     const isLeft = name !== "" && !model && isWorkedExample(this.context.service, this.#state?.model ?? null);
-    return this.context.navigate({
+    await this.context.navigate({
       ...(entry?.kind === "worked_example" && { model: entry.name, prompt: entry.prompt.text, position: "" }),
       ...(isLeft && { model: "", prompt: defaultPrompt(this.context.service, ""), position: "" }),
       ...{ lesson: name, step: "0", at: "", cell: "" },
     });
+    this.#card.focus();
   }
 
   /**
-   * Go to a step of the lesson, or leave it.
-   * @param {number | null} step
+   * Go to a step of a lesson, or leave it.
+   * @param {number | null} step Infinity is the last one
+   * @param {string} [lesson] the one that is shown, unless it is given
    */
-  async #go(step) {
+  async #go(step, lesson) {
     const state = /** @type {State} */ (this.#state);
     if (step === null) return this.context.navigate({ lesson: "", step: "", at: "", cell: "" });
     try {
-      const steps = await this.#chapters(state.lesson, this.#spotOf(state).row, this.#signal);
-      return await this.context.navigate({ step: String(step), at: steps[step].at, cell: steps[step].cell });
+      const name = lesson ?? state.lesson;
+      const steps = await this.#chapters(name, this.#spotOf(state).row, this.#signal);
+      const index = Math.min(step, steps.length - 1);
+      const { at, cell } = steps[index];
+      return await this.context.navigate({ lesson: name, step: String(index), at, cell });
     } catch (error) {
       return this.context.report(error);
     }
@@ -200,7 +222,9 @@ export default class Network extends View {
    */
   #chapters(lesson, row, signal) {
     const architecture = architectureOf(this.context.service, this.#state?.model ?? null);
-    return chaptersOf(lesson, { ...this.#parts(), architecture }, row, signal);
+    const hasLens = this.#hasLens({ model: this.#state?.model ?? null });
+    const hasWriters = hasLens && this.context.service.model?.capabilities.direct_attribution === true;
+    return chaptersOf(lesson, { ...this.#parts(), architecture, hasLens, hasWriters }, row, signal);
   }
 
   /**
@@ -211,12 +235,42 @@ export default class Network extends View {
   async #showLesson({ lesson, step, at }, row, signal) {
     this.#answer.hidden = step !== "";
     this.#lessons.hidden = step !== "" || at !== "";
-    this.#card.hidden = step === "";
     this.#articles.value = "";
-    if (step === "") return;
+    if (step === "") return this.#card.stop();
     const steps = await this.#chapters(lesson, row, signal);
+    if (signal.aborted) return undefined;
+    return this.#card.show(/** @type {Lesson} */ (LESSONS[lesson]), steps, readIndex(step, "step", steps.length));
+  }
+
+  /**
+   * Whether the logit lens can say what the network would predict after each layer.
+   * @param {Pick<State, "model">} state
+   */
+  #hasLens({ model }) {
+    const { service } = this.context;
+    return !isWorkedExample(service, model) && service.model?.capabilities.attribution === true;
+  }
+
+  /** What the lens says of a token, as far as it is here. @param {number} row */
+  #lensOf(row) {
+    const { pass, plain } = this.#parts();
+    const guesses = guessesOf(pass, row);
+    return guesses && { guesses, before: plain && guessesOf(plain, row) };
+  }
+
+  /**
+   * Ask the lens, and show its answer: in the picture, which is there already, and in the sentence above it.
+   * @param {State} state
+   * @param {number} row
+   * @param {AbortSignal} signal
+   */
+  async #readLens(state, row, signal) {
+    if (!this.#hasLens(state)) return;
+    const { pass, plain } = this.#parts();
+    await Promise.all([pass, plain].map((each) => each && readGuesses(each, row, signal)));
     if (signal.aborted) return;
-    this.#card.show(/** @type {Lesson} */ (LESSONS[lesson]), steps, readIndex(step, "step", steps.length));
+    this.#picture.tell(this.#lensOf(row));
+    this.#showAnswer(row);
   }
 
   /** What is shown, once there was a pass. */
@@ -344,7 +398,8 @@ export default class Network extends View {
       return sum + (stage ? stage.heads * stage.columns : 0);
     }, 0);
     const isMuch = columns * rows.length > MANY_WEIGHTS;
-    const all = [...names.filter((name) => !patterns.has(name)), ...(isMuch ? [] : patterns)];
+    const values = pass === this.#change && !isMuch ? layers.map(valuesOf) : [];
+    const all = [...names.filter((name) => !patterns.has(name)), ...(isMuch ? [] : patterns), ...values];
     const passes = pass === this.#pass && this.#plain ? [pass, this.#plain] : [pass]; // a change reads both
     const read = async (/** @type {string[]} */ some, /** @type {number[]} */ positions) =>
       (await Promise.all(passes.map((each) => each.read(some, positions, this.#signal)))).some(Boolean);
@@ -466,6 +521,7 @@ export default class Network extends View {
    * @param {State} state
    */
   #showLegend({ at }) {
+    const hasLane = this.#picture.scene?.layout.hasLane;
     const pass = this.#drawn();
     const { low, high, isSigned } = pass.range(at);
     const [least, most] = pass.stages.has(at) ? [brief(low), brief(high)] : ["−", "+"];
@@ -474,28 +530,45 @@ export default class Network extends View {
     const colours = isDiverging
       ? [el("span", {}, `${least} `, bar("diverging")), " 0 ", el("span", {}, bar("diverging positive"), ` ${most}`)]
       : [`${least} `, bar("sequential"), ` ${most}`];
+    const isClipped = pass.stages.has(at) && !at.endsWith("pattern"); // the range is a high percentile
     const masked = pass.stages.get(at)?.hasKeys && [el("span", { class: "legend-masked" }), " masked"];
     this.#legend.replaceChildren(
-      el("span", { class: "legend-scale" }, pass === this.#change && "With the edits − without: ", colours),
-      el("span", {}, el("span", { class: "legend-path" }), " the followed token"),
+      el(
+        "span",
+        { class: "legend-scale" },
+        pass === this.#change && "With the edits − without: ",
+        ...[colours, isClipped && " (beyond: the same colours)"],
+      ),
+      el("span", {}, el("span", { class: "legend-path" }), " the followed token", hasLane && LANE),
       masked ? el("span", {}, masked) : "",
       this.#plain
         ? el("span", {}, el("span", { class: "edited" }, "◆"), " an edit acts here; thin bars: without edits")
         : "",
-      el("span", {}, at === "" ? "Click, scroll or pinch to zoom in." : "Drag to move; Escape goes back."),
+      el(
+        "span",
+        {},
+        at === "" ? `Click, pinch or turn the wheel with ${CTRL} to zoom in.` : "Drag to move; Escape goes back.",
+      ),
     );
   }
 
   /** @param {number} row */
   #showAnswer(row) {
-    const { pass, plain } = this.#parts();
-    const expected = (/** @type {Pass} */ { predictions }) => {
-      const top = (predictions.get(row) ?? []).slice(0, plain ? 1 : 2);
-      return top.map((token) => `${quoted(token)} (${percent(token.probability)})`).join(", then ");
+    const { line, pass, plain } = this.#parts();
+    const expected = (/** @type {Pass} */ each) => {
+      const guesses = guessesOf(each, row);
+      const deciding = guesses && decidingOf(guesses);
+      const top = (each.predictions.get(row) ?? []).slice(0, plain || deciding !== null ? 1 : 2);
+      const words = top.map((token) => `${quoted(token)} (${percent(token.probability)})`).join(", then ");
+      if (deciding === null) return words;
+      return `${words}; ${deciding === 0 ? "the embedding" : placeName(line.blocks[deciding - 1].layer)} decides`;
     };
-    this.#answer.textContent =
+    const guesses = guessesOf(pass, row);
+    this.#answer.replaceChildren(
       `After ${quoted(pass.tokens[row])}, the network expects ${expected(pass)}` +
-      `${plain ? `; without the edits, ${expected(plain)}` : ""}.`;
+        `${plain ? `; without the edits, ${expected(plain)}` : ""}.`,
+      ...(guesses && decidingOf(guesses) !== null ? [" ", this.#why] : []),
+    );
   }
 
   /** @param {Spot | null} spot */
