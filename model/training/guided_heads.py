@@ -38,15 +38,18 @@ class GuidedHeads:
         self._seen[name] = tensor
         return tensor
 
-    def loss(self, model: Transformer, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of the targets, and that of the attention of both heads, in nats: (B, T) int64 -> ()."""
+    def loss(self, model: Transformer, inputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Mean cross entropy of the targets, and that of the attention of both heads, in nats: (B, T) int64 -> ().
+
+        `weights` (vocabulary,) are those of the targets in the mean; without them, all are equal.
+        """
         with torch.autocast(inputs.device.type, torch.bfloat16):
             logits = model(inputs, tap=self)
             previous, induction = map(self._log_pattern, (self.previous_layer, self.induction_layer))
         keys = keys_after_earlier_occurrences(inputs)
         has_keys = keys.any(-1)
         to_keys = torch.logsumexp(induction.masked_fill(~keys, MASKED), -1).where(has_keys, 0).sum() / has_keys.sum()
-        to_text = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        to_text = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), weights, ignore_index=IGNORED)
         return to_text - self.weight * (previous.diagonal(-1, 1, 2).mean() + to_keys)
 
     def _log_pattern(self, layer: int) -> Tensor:

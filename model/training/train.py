@@ -8,7 +8,8 @@ falls along a cosine to a tenth of its peak. Gradients are clipped. Matrix produ
 in bfloat16; the weights stay float32.
 
 With `--start`, a checkpoint is trained further, with its tokenizer. `--guidance` and `--copies` form an induction head
-(`guided_heads.py`). The model card of the bundled checkpoint has the runs that made it.
+(`guided_heads.py`). With `--name-weight`, a name of the stories counts more than another token. The model card of the
+bundled checkpoint has the runs that made it.
 
 The end of every text is held out. The weights that predict the held-out text best are saved in Hugging Face layout,
 with the log `training.jsonl` and the plot `curve.png`. If a run is stopped and started again, it continues from its
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ from model.text.tokenizer import Tokenizer
 from model.training.export import save_checkpoint
 from model.training.guided_heads import GuidedHeads, draw_copies
 from model.training.log import Log
+from model.training.stories import words
 
 SAMPLE_PROMPTS = ("Once upon a time", "It was a dark night, and the captain")
 
@@ -52,6 +55,7 @@ class Recipe:
 
     `peak` is the highest learning rate. `guidance` is the weight of the losses of two guided heads, in the layers
     `previous_layer` and `induction_layer`, and `copies` the number of windows of a batch that repeat random tokens.
+    `name_weight` is the weight of a token that is a name of the stories, where that of another token is 1.
     """
 
     steps: int = 5000
@@ -67,6 +71,7 @@ class Recipe:
     dropout: float = 0.0
     guidance: float = 0.0
     copies: int = 0
+    name_weight: float = 1.0
     previous_layer: int = 1
     induction_layer: int = 3
     held_out: float = 0.02
@@ -82,6 +87,7 @@ class Recipe:
             "peak": self.peak > 0,
             "dropout": 0 <= self.dropout < 1,
             "guidance": self.guidance >= 0,
+            "name_weight": self.name_weight > 0,
             "copies": 0 <= self.copies < self.batch and (self.copies == 0 or self.context >= 8),
             "previous_layer": self.guidance == 0 or 0 <= self.previous_layer < self.induction_layer,
             "induction_layer": self.guidance == 0 or self.induction_layer < self.layers,
@@ -121,11 +127,24 @@ def draw_batch(ids: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
     return windows[:, :-1], windows[:, 1:]
 
 
-def mean_loss(model: Transformer, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in nats, with products in bfloat16: inputs and targets (B, T) int64 -> ()."""
+def mean_loss(model: Transformer, inputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Mean cross entropy in nats, with products in bfloat16: inputs and targets (B, T) int64 -> ().
+
+    `weights` (vocabulary,) are those of the targets in the mean; without them, all are equal.
+    """
     with torch.autocast(inputs.device.type, torch.bfloat16):
         logits = model(inputs)
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), weights)
+
+
+def find_names(tokenizer: Tokenizer) -> Tensor:
+    """1 for each token that is a name of the stories after a space, 0 for any other: (vocabulary,) float32."""
+    is_name = torch.zeros(tokenizer.vocab_size)
+    for name in (*words.GIRLS, *words.BOYS):
+        ids = tokenizer.encode(f" {name}")
+        if len(ids) == 1:
+            is_name[ids] = 1
+    return is_name
 
 
 def add_dropout(model: Transformer, probability: float) -> None:
@@ -152,12 +171,18 @@ def evaluating(model: Transformer) -> Iterator[None]:
     model.train()
 
 
-def validate(model: Transformer, ids: Tensor, length: int, num_windows: int = 64) -> float:
-    """Mean loss over evenly spaced windows of the held-out ids (N,), in nats per token."""
+def validate(
+    model: Transformer, ids: Tensor, length: int, weights: Tensor | None = None, num_windows: int = 64
+) -> float:
+    """Mean loss over evenly spaced windows of the held-out ids (N,), in nats per token.
+
+    Windows without a token that has a weight (vocabulary,) are left out.
+    """
     losses = []
     for start in torch.linspace(0, len(ids) - length - 1, num_windows).long():
         window = ids[start : start + length + 1].to(model.embed.weight.device)
-        losses.append(float(mean_loss(model, window[None, :-1], window[None, 1:])))
+        if weights is None or weights[window[1:]].any():
+            losses.append(float(mean_loss(model, window[None, :-1], window[None, 1:], weights)))
     return sum(losses) / len(losses)
 
 
@@ -204,6 +229,7 @@ class Run:
             self.model.load_state_dict(first.model.state_dict())
         add_dropout(self.model, recipe.dropout)
         self.model.to(device)
+        self.is_name = find_names(self.tokenizer).to(device)
         self.optimizer = self._new_optimizer()
         about = {
             "recipe": asdict(recipe),
@@ -288,8 +314,8 @@ class Run:
         return torch.cat([inputs, copies[0]]), torch.cat([targets, copies[1]])
 
     def evaluate(self) -> str:
-        """Compute the losses on held-out text and on copies, save the weights if their sum is the lowest so far, and
-        return a report to print.
+        """Compute the losses on held-out text, on copies and on names, save the weights if their sum is the lowest so
+        far, and return a report to print.
 
         Raises `ValueError` if the loss is not finite.
         """
@@ -298,6 +324,9 @@ class Run:
             losses = {"validation_loss": round(nats, 4)}
             if self.recipe.copies:
                 losses["copies_loss"] = round(self._validate_copies(), 4)
+            if self.recipe.name_weight != 1:
+                nats_of_names = validate(self.model, self.held_out_ids, self.recipe.context, self.is_name)
+                losses["names_loss"] = round(nats_of_names, 4)
             if not math.isfinite(sum(losses.values())):
                 raise ValueError("the loss is not finite: use a lower peak learning rate, --peak")
             samples = [generate_sample(self.model, self.tokenizer, prompt) for prompt in SAMPLE_PROMPTS]
@@ -349,7 +378,8 @@ def train(
     loss = mean_loss
     if recipe.guidance:
         loss = GuidedHeads(recipe.previous_layer, recipe.induction_layer, recipe.guidance).loss
-    step_loss = torch.compile(loss) if compiled else loss
+    weights = None if recipe.name_weight == 1 else 1 + (recipe.name_weight - 1) * run.is_name
+    step_loss = partial(torch.compile(loss) if compiled else loss, weights=weights)
     interval = max(recipe.steps // recipe.evaluations, 1)
     with tqdm(initial=run.num_steps, total=recipe.steps, unit="step") as bar:
         while run.num_steps < recipe.steps:

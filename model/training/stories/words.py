@@ -7,17 +7,12 @@ def listed(text: str, separator: str | None = None) -> list[str]:
 
 
 GIRLS = listed("""
-Ada Alice Amy Anna Bella Beth Carla Cara Clara Daisy Dora Ella Emily Emma Eva Fay Flora Gina Grace Hanna Helen
-Holly Ida Ines Iris Ivy Jane Jenny Jill Joan Judy Julia June Kate Kim Kira Lea Lena Lily Lisa Lola Lucy Luna
-Maria Mary Maya Mia Mila Molly Nadia Nell Nina Nora Olive Olga Paula Pia Polly Rita Rosa Rose Ruby Ruth Sally
-Sara Sonia Sophie Stella Susan Tanya Tara Tess Tina Una Vera Viola Wanda Willa Zara Zoe
+Alice Anna Bella Clara Daisy Emma Flora Grace Hanna Ida Jane Kate Lily Lucy Mary Nora Olive Rosa Ruth Sally Sophie
+Tess Vera Zoe
 """)
 BOYS = listed("""
-Adam Alan Alec Alex Andy Anton Arthur Ben Bill Bob Boris Bruno Carl Chris Colin Dan David Dean Dennis Dylan
-Eric Ethan Felix Finn Frank Fred George Glen Gus Hal Harry Henry Hugo Ian Igor Ivan Jack Jacob James Jim Joe
-John Jon Josh Karl Ken Kevin Kurt Lars Leo Liam Luca Luke Marco Mark Martin Matt Max Mike Nat Ned Neil Nick
-Noah Oscar Otto Owen Paul Pete Peter Ralph Ray Rick Rob Robin Sam Scott Sean Simon Steve Ted Theo Tim Tom Tony
-Victor Walter Yan
+Adam Ben Carl David Eric Felix Frank George Harry Jack John Leo Luke Max Noah Oscar Paul Peter Sam Simon Ted Tom
+Victor Walter
 """)
 WOMEN = ("mother", "grandmother", "aunt", "big sister")
 MEN = ("father", "grandfather", "uncle", "big brother")
