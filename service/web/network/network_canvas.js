@@ -107,7 +107,8 @@ export class NetworkCanvas extends HTMLElement {
 
   /** Show what the lens says, once it is read. @param {Scene["lens"]} lens */
   tell(lens) {
-    if (this.#scene) this.#scene.lens = lens;
+    if (!this.#scene || JSON.stringify(lens) === JSON.stringify(this.#scene.lens)) return;
+    this.#scene.lens = lens;
     this.redraw();
   }
 

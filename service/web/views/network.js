@@ -138,6 +138,8 @@ export default class Network extends View {
     if (Object.keys(stale).length > 0) return this.context.navigate(stale, { replace: true });
     const spot = this.#spotOf(state);
     const row = spot.row;
+    const reading = this.#readLens(state, row, signal); // while the picture is drawn
+    reading.catch(() => {}); // its error is thrown below, unless there is another one
     await Promise.all([pass.readAround(row, signal), this.#plain?.readAround(row, signal)]);
     const head = state.head === "" ? null : readIndex(state.head, "head", numHeadsOf(pass));
     const chosen = spot.column === null ? null : { item: spot.from, row, column: spot.column };
@@ -155,7 +157,7 @@ export default class Network extends View {
     const place = (/** @type {State | null} */ s) => s && [s.at, s.cell, s.position].join();
     if (isNew && state.at === "") this.#picture.play();
     else if (isNew || place(before) !== place(state)) this.#picture.fly(this.#picture.cameraOf(spot));
-    const lens = this.#readLens(state, row, signal);
+    const lens = reading.then(() => this.#showLens(row, signal));
     const lesson = lens.then(() => this.#showLesson(state, row, signal)).then(() => this.#picture.measure());
     await Promise.all([this.#fill(), this.#showCell(state, chosen, signal), lesson]);
     this.#showLegend(state);
@@ -259,15 +261,21 @@ export default class Network extends View {
   }
 
   /**
-   * Ask the lens, and show its answer: in the picture, which is there already, and in the sentence above it.
    * @param {State} state
    * @param {number} row
    * @param {AbortSignal} signal
    */
   async #readLens(state, row, signal) {
-    if (!this.#hasLens(state)) return;
     const { pass, plain } = this.#parts();
-    await Promise.all([pass, plain].map((each) => each && readGuesses(each, row, signal)));
+    if (this.#hasLens(state)) await Promise.all([pass, plain].map((each) => each && readGuesses(each, row, signal)));
+  }
+
+  /**
+   * Show what the lens says in the picture, which is there already, and in the sentence above it.
+   * @param {number} row
+   * @param {AbortSignal} signal
+   */
+  #showLens(row, signal) {
     if (signal.aborted) return;
     this.#picture.tell(this.#lensOf(row));
     this.#showAnswer(row);
