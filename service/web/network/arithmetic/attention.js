@@ -2,7 +2,7 @@
 
 import { quoted, shown } from "../../format.js";
 import { mixturePicture } from "../operations/mixture_picture.js";
-import { productPicture } from "../operations/product_picture.js";
+import { scorePicture } from "../operations/score_picture.js";
 import { softmaxPicture } from "../operations/softmax_picture.js";
 import { stripsPicture } from "../operations/strips_picture.js";
 import { numOf, said, siblingOf, slackOf, sumOfProducts, unitOf } from "./explanation.js";
@@ -73,7 +73,7 @@ export const score = {
     const result = [sum, ...(factor ? [`${factor} =`, scaled] : []), ...(cap ? [`cap ${cap}:`, capped] : [])];
     const [query, other] = [pass.tokens[row], pass.tokens[key]];
     const words = result.map((each) => (typeof each === "number" ? said(each) : each)).join(" ");
-    return productPicture({
+    return scorePicture({
       label:
         `The query of ${quoted(query)} times the key of ${quoted(other)}, number by number: ` +
         `${products.length} products add up to ${words}.`,

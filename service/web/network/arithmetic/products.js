@@ -2,7 +2,7 @@
 // that are added to the stream, the gains of norms, embeddings, and logits.
 
 import { quoted } from "../../format.js";
-import { productPicture } from "./product_picture.js";
+import { productPicture } from "../operations/product_picture.js";
 import { numOf, siblingOf, slackOf, sumOfProducts } from "./explanation.js";
 
 /**
