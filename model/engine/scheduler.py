@@ -385,25 +385,35 @@ class Scheduler:
         return result
 
     def _with_network_drafts(self, decoding: list[ScheduledSequence]) -> tuple[list[ScheduledSequence], int]:
-        """Add room for drafts of a network, all of the length that is fastest. Returns the length, too; 0 for none."""
-        drafting = [
+        """Add room for drafts of a network, all of the length that is fastest. Returns the length, too; 0 for none.
+
+        Edits and traces that leave no time for drafts do not shorten the drafts of sequences without them.
+        """
+        able = [
             each.sequence
             for each in decoding
             if each.sequence.lookup is not None and self._extra_share(each.sequence, len(decoding)) <= MAX_DRAFTED_EXTRA
         ]
-        if not drafting:
+        if not able:
             return decoding, 0
-        most = min(MAX_DRAFT, (self._max_tokens - len(decoding)) // len(drafting), self._most_extra(drafting))
-        for sequence in drafting:
+        most = min(MAX_DRAFT, (self._max_tokens - len(decoding)) // len(able))
+        for sequence in able:
             assert sequence.lookup is not None
             most = min(most, sequence.lookup.max_length - len(sequence.tokens) - 1)  # the step itself adds one token
             if (num_short := sequence.short_length - len(sequence.tokens)) >= 0:
                 most = min(most, num_short)  # drafts must not need other keys
+        all_costly = all(map(self._extra_seconds, able))
+        if all_costly:
+            most = min(most, self._most_extra(able))
         acceptance = self._network_acceptance.probability
-        length = self._budget.network_draft(len(decoding), len(drafting), acceptance, most)
+        length = self._budget.network_draft(len(decoding), len(able), acceptance, most)
+        drafting = able if all_costly else self._fitting(able, length)
+        if len(drafting) < len(able):
+            length = self._budget.network_draft(len(decoding), len(drafting), acceptance, length)
         lacking = [self._blocks_for(len(each.tokens) + length) - len(each.blocks) for each in drafting]
         if length <= 0 or sum(lacking) > self.pool.num_free:
-            self._network_acceptance.forget_wrong()
+            if most > 0:
+                self._network_acceptance.forget_wrong()
             return decoding, 0
         for sequence, num_more in zip(drafting, lacking, strict=True):
             self._extend(sequence, num_more)
@@ -423,6 +433,16 @@ class Scheduler:
         """The number of drafted tokens of each sequence whose edits and traces fit into the step; at most MAX_DRAFT."""
         seconds = sum(map(self._extra_seconds, sequences))
         return int(min(self._extra_left / seconds, MAX_DRAFT)) if seconds else MAX_DRAFT
+
+    def _fitting(self, sequences: Sequence[SequenceState], length: int) -> list[SequenceState]:
+        """Those sequences for which the edits and traces of `length` drafted tokens fit into the step together."""
+        left, fitting = max(self._extra_left, 0.0), []
+        for sequence in sequences:
+            seconds = length * self._extra_seconds(sequence)
+            if seconds <= left:
+                left -= seconds
+                fitting.append(sequence)
+        return fitting
 
     def _extra_seconds(self, sequence: SequenceState) -> float:
         """The time that edits and traces add for one more token of a sequence."""

@@ -15,11 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.engine.block_pool import BlockPool
-from model.engine.prompt_lookup import MAX_DRAFT
+from model.engine.prompt_lookup import MAX_DRAFT, PromptLookup
 from model.engine.scheduler import EXTRA_BESIDE_OTHERS, Scheduler
-from model.engine.sequence import SequenceState
-from model.engine.step_budget import EFFICIENT_TOKENS, EFFICIENT_TOKENS_ALONE, MAX_SECONDS, MIN_TOKENS
-from tests.engine.simulation import Simulation
+from model.engine.sequence import ExtraCost, SequenceState
+from model.engine.step_budget import (
+    EFFICIENT_TOKENS,
+    EFFICIENT_TOKENS_ALONE,
+    FIRST_NETWORK_DRAFT,
+    MAX_SECONDS,
+    MIN_TOKENS,
+    StepBudget,
+)
+from tests.engine.simulation import LongestDrafts, Simulation
 
 MAX_LENGTH = 20
 PROMPTS = st.integers(1, 9).flatmap(lambda size: st.lists(st.integers(0, 1), min_size=size, max_size=size))
@@ -765,3 +772,34 @@ class TestExtraCosts:
         assert max(parts) <= 1000 * EXTRA_BESIDE_OTHERS
         assert plain in simulation.running
         simulation.finish()
+
+    def test_a_costly_trace_gets_no_network_drafts_and_takes_none_from_others(self) -> None:
+        """A replayed token of the trace is cheap enough for drafts, but the time of the step is used up already."""
+        simulation = Simulation(cost=lambda _: 0.04)
+        plain, other, traced = (simulation.add([order], 300) for order in range(3))
+        for sequence in (plain, other, traced):
+            sequence.lookup = PromptLookup(300)
+        simulation.step()
+        simulation.step()
+        traced.extra_cost = lambda start, num_new: ExtraCost(0.0038, 0.0257)
+        plan = simulation.scheduler.schedule(network_drafts=True)
+        lengths = {each.sequence: len(each.draft) for each in plan.sequences}
+        assert plan.num_network_drafts == FIRST_NETWORK_DRAFT
+        assert lengths == {plain: FIRST_NETWORK_DRAFT, other: FIRST_NETWORK_DRAFT, traced: 0}
+
+    @pytest.mark.parametrize("by_network", [False, True])
+    def test_drafts_of_a_traced_sequence_fit_into_the_step_and_are_charged(
+        self, by_network: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A traced token takes 3 ms, and 6 ms unless the step is replayed."""
+        monkeypatch.setattr(StepBudget, "network_draft", lambda self, decoding, drafting, acceptance, most: most)
+        simulation = Simulation(cost=lambda _: 0.04)
+        plain, traced = simulation.add([1], 300), simulation.add([2], 300, extra=(0.0, 0.006))
+        traced.lookup = LongestDrafts(300)
+        simulation.step()
+        simulation.step()
+        scheduler = simulation.scheduler
+        scheduler._credit = EXTRA_BESIDE_OTHERS
+        plan = scheduler.schedule(drafts=not by_network, network_drafts=by_network)
+        assert {each.sequence: len(each.draft) for each in plan.sequences} == {plain: 0, traced: 4}
+        assert scheduler._credit == pytest.approx(EXTRA_BESIDE_OTHERS - 5 * 0.003)
