@@ -20,7 +20,7 @@ for owners without any: a new owner then finds a free place, and no tokens have 
 import math
 from bisect import insort
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from model.engine.acceptance import Acceptance
 from model.engine.block_pool import BlockPool
 from model.engine.prefix_store import PrefixLoad, PrefixStore
 from model.engine.prompt_lookup import MAX_DRAFT
-from model.engine.sequence import SequenceState
+from model.engine.sequence import ExtraCost, SequenceState
 from model.engine.step_budget import EFFICIENT_TOKENS, MIN_TOKENS, StepBudget
 from model.errors import InvalidField
 
@@ -102,6 +102,14 @@ def _turns_of(sequences: Iterable[SequenceState], num_before: Counter[Hashable])
         turns.append(_Turn(num_before[sequence.owner], sequence))
         num_before[sequence.owner] += 1
     return turns
+
+
+def _cost_of(extra_cost: Callable[[int, int], ExtraCost], scheduled: ScheduledSequence) -> ExtraCost:
+    """The cost of a scheduled sequence. With a draft, each token is traced as if it were decoded alone."""
+    if not scheduled.draft:
+        return extra_cost(scheduled.start, scheduled.num_new)
+    costs = [extra_cost(scheduled.start + index, 1) for index in range(scheduled.num_new)]
+    return ExtraCost(sum(cost.usual for cost in costs), sum(cost.most for cost in costs))
 
 
 @dataclass(frozen=True)
@@ -263,8 +271,9 @@ class Scheduler:
                     self.pool.register(sequence.blocks[index], sequence.block_hash(index, size))
                     if self._store is not None:
                         self._store.note_use(sequence.blocks[index])
+            sequence.was_replayed = replayed or recorded
             if sequence.extra_cost is not None and not replayed:  # it took more than the usual time
-                cost = sequence.extra_cost(scheduled.start, scheduled.num_new)
+                cost = _cost_of(sequence.extra_cost, scheduled)
                 self._credit -= cost.most - cost.usual
                 extra_seconds += cost.most
         decodes = all(each.is_decoding for each in plan.sequences)
@@ -368,10 +377,12 @@ class Scheduler:
             sequence, fair_share = scheduled.sequence, -(-room // (len(decoding) - index))
             draft: list[int] = []
             if sequence.lookup is not None and fair_share > 0:
-                with_extra = min_acceptance + self._extra_share(sequence, len(decoding))
-                acceptance = max(min_acceptance, min(with_extra, 1.0))
+                most, acceptance = fair_share, min_acceptance
+                if sequence.extra_cost is not None:
+                    with_extra = min_acceptance + self._extra_share(sequence, len(decoding))
+                    acceptance = max(min_acceptance, min(with_extra, 1.0))
+                    most = min(most, self._most_extra([sequence]))
                 num_short = sequence.short_length - len(sequence.tokens)  # drafts must not need other keys
-                most = min(fair_share, self._most_extra([sequence]))
                 most = min(most, num_short) if num_short >= 0 else most
                 draft = sequence.lookup.draft(sequence.tokens, most, acceptance)
                 num_more = self._blocks_for(len(sequence.tokens) + len(draft)) - len(sequence.blocks)
@@ -380,7 +391,8 @@ class Scheduler:
                 else:
                     self._extend(sequence, num_more)
             room -= len(draft)
-            self._charge_draft(sequence, len(draft))
+            if draft and sequence.extra_cost is not None:
+                self._charge_draft(sequence, len(draft))
             result.append(ScheduledSequence(sequence, 1, draft) if draft else scheduled)
         return result
 
@@ -425,9 +437,9 @@ class Scheduler:
 
     def _charge_draft(self, sequence: SequenceState, length: int) -> None:
         """Take the time of the edits and traces of drafted tokens from that of all requests with any."""
-        seconds = length * self._extra_seconds(sequence)
-        self._credit -= seconds
-        self._extra_left -= seconds
+        if sequence.extra_cost is not None:
+            self._credit -= length * sequence.extra_cost(sequence.num_computed, 1).usual
+            self._extra_left -= length * self._extra_seconds(sequence)
 
     def _most_extra(self, sequences: Sequence[SequenceState]) -> int:
         """The number of drafted tokens of each sequence whose edits and traces fit into the step; at most MAX_DRAFT."""
@@ -445,8 +457,14 @@ class Scheduler:
         return fitting
 
     def _extra_seconds(self, sequence: SequenceState) -> float:
-        """The time that edits and traces add for one more token of a sequence."""
-        return 0.0 if sequence.extra_cost is None else sequence.extra_cost(sequence.num_computed, 1).usual
+        """The time that edits and traces add for one more token of a sequence.
+
+        Unless its last step was recorded or replayed, its next one may not be, either.
+        """
+        if sequence.extra_cost is None:
+            return 0.0
+        cost = sequence.extra_cost(sequence.num_computed, 1)
+        return cost.usual if sequence.was_replayed else cost.most
 
     def _extra_share(self, sequence: SequenceState, num_decoding: int) -> float:
         """The time that edits and traces add for one more token of a sequence, over that of a step without them."""

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model.engine import scheduler as scheduler_module
 from model.engine.block_pool import BlockPool
 from model.engine.prompt_lookup import MAX_DRAFT, PromptLookup
 from model.engine.scheduler import EXTRA_BESIDE_OTHERS, Scheduler
@@ -781,6 +782,7 @@ class TestExtraCosts:
             sequence.lookup = PromptLookup(300)
         simulation.step()
         simulation.step()
+        assert traced.was_replayed
         traced.extra_cost = lambda start, num_new: ExtraCost(0.0038, 0.0257)
         plan = simulation.scheduler.schedule(network_drafts=True)
         lengths = {each.sequence: len(each.draft) for each in plan.sequences}
@@ -788,12 +790,15 @@ class TestExtraCosts:
         assert lengths == {plain: FIRST_NETWORK_DRAFT, other: FIRST_NETWORK_DRAFT, traced: 0}
 
     @pytest.mark.parametrize("by_network", [False, True])
+    @pytest.mark.parametrize(("replays", "length", "cost"), [(True, 4, 0.003), (False, 2, 0.006)])
     def test_drafts_of_a_traced_sequence_fit_into_the_step_and_are_charged(
-        self, by_network: bool, monkeypatch: pytest.MonkeyPatch
+        self, replays: bool, length: int, cost: float, by_network: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A traced token takes 3 ms, and 6 ms unless the step is replayed."""
         monkeypatch.setattr(StepBudget, "network_draft", lambda self, decoding, drafting, acceptance, most: most)
+        monkeypatch.setattr(scheduler_module, "MAX_DRAFTED_EXTRA", 1.0)
         simulation = Simulation(cost=lambda _: 0.04)
+        simulation.replays_extras = replays
         plain, traced = simulation.add([1], 300), simulation.add([2], 300, extra=(0.0, 0.006))
         traced.lookup = LongestDrafts(300)
         simulation.step()
@@ -801,5 +806,9 @@ class TestExtraCosts:
         scheduler = simulation.scheduler
         scheduler._credit = EXTRA_BESIDE_OTHERS
         plan = scheduler.schedule(drafts=not by_network, network_drafts=by_network)
-        assert {each.sequence: len(each.draft) for each in plan.sequences} == {plain: 0, traced: 4}
-        assert scheduler._credit == pytest.approx(EXTRA_BESIDE_OTHERS - 5 * 0.003)
+        assert {each.sequence: len(each.draft) for each in plan.sequences} == {plain: 0, traced: length}
+        assert scheduler._credit == pytest.approx(EXTRA_BESIDE_OTHERS - (1 + length) * 0.003)
+        for each in plan.sequences:
+            each.sequence.tokens.append(0)
+        scheduler.complete(plan, 0.04, replayed=replays)
+        assert scheduler._credit == pytest.approx(EXTRA_BESIDE_OTHERS - (1 + length) * cost)
