@@ -129,11 +129,6 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(scheduled.num_new for scheduled in self.sequences)
 
-    @property
-    def num_drafting(self) -> int:
-        """The number of sequences with drafts."""
-        return sum(bool(scheduled.draft) for scheduled in self.sequences)
-
 
 class Scheduler:
     """The waiting and the running sequences, both in order of arrival. No sequence that was added is dropped."""
@@ -243,13 +238,26 @@ class Scheduler:
             scheduled.sequence.last_step = self._num_steps
         return StepPlan(planned, self._unwritten_blocks, num_network_drafts)
 
-    def observe_drafting(self, num_sequences: int, seconds: float) -> None:
-        """Add a measured pass of the draft network, which drafted one token of so many sequences."""
+    def catch_up_seconds(self, plan: StepPlan) -> float:
+        """The time that the draft network may take for tokens of prompts before it drafts for a step."""
+        return self._budget.catch_up_seconds(plan.num_tokens)
+
+    def observe_drafting(self, num_sequences: float, seconds: float) -> None:
+        """Add measured passes of the draft network: their mean number of sequences, and the mean seconds of one."""
         self._budget.observe_drafting(num_sequences, seconds)
 
-    def complete(self, plan: StepPlan, seconds: float, *, recorded: bool = False, replayed: bool = False) -> None:
+    def complete(
+        self,
+        plan: StepPlan,
+        seconds: float,
+        *,
+        recorded: bool = False,
+        replayed: bool = False,
+        drafting_seconds: float = 0.0,
+    ) -> None:
         """Account for a step that was computed in `seconds`, and `recorded` or `replayed` (step_graphs.py).
 
+        Before it, a draft network took `drafting_seconds`, which count as a part of the time of all steps.
         The time of a recorded step counts only for its edits and traces: later steps of its shape will be replayed,
         which is faster. The new tokens have been appended to the sequences. Drafted tokens that differ from them do not
         count as computed.
@@ -281,7 +289,7 @@ class Scheduler:
             # Without edits and traces, the step would have been replayed.
             delay = seconds - self._budget.replayed_seconds(plan.num_tokens, default=seconds) - extra_seconds
             self._credit = max(self._credit - max(delay, 0.0), -MAX_DEBT)
-        self._last_seconds = 0.0 if recorded else seconds
+        self._last_seconds = 0.0 if recorded else drafting_seconds + seconds
         if not recorded:
             self._budget.observe(plan.num_tokens, seconds, replayed=replayed and decodes)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from model.engine import scheduler as scheduler_module
 from model.engine.block_pool import BlockPool
 from model.engine.prompt_lookup import MAX_DRAFT, PromptLookup
-from model.engine.scheduler import EXTRA_BESIDE_OTHERS, Scheduler
+from model.engine.scheduler import EXTRA_BESIDE_OTHERS, MAX_EXTRA_SHARE, Scheduler, StepPlan
 from model.engine.sequence import ExtraCost, SequenceState
 from model.engine.step_budget import (
     EFFICIENT_TOKENS,
@@ -740,6 +740,20 @@ class TestExtraCosts:
             simulation.step()
         assert edited.num_computed > 5
         assert seconds.count(0.02) * 0.02 < 0.45 * sum(seconds)
+
+    def test_the_time_of_a_draft_network_counts_as_a_part_of_the_time_of_all_steps(self) -> None:
+        credits = []
+        for drafting_seconds in (0.0, 0.02):
+            simulation = Simulation()
+            simulation.add([1], 300)
+            simulation.add([2], 300, extra=(0.0, 0.001))
+            simulation.step()
+            scheduler = simulation.scheduler
+            scheduler.complete(StepPlan([], []), 0.01, drafting_seconds=drafting_seconds)
+            scheduler._credit = 0.0
+            scheduler._divide_extra_time()
+            credits.append(scheduler._credit)
+        assert credits[1] - credits[0] == pytest.approx(0.02 * MAX_EXTRA_SHARE)
 
     def test_all_take_their_turns_one_owner_after_the_other(self) -> None:
         simulation = Simulation(max_sequences=64, max_tokens=600)
