@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.engine import draft_network
+from model.engine import draft_network, step_graphs
 from model.engine.cache import PagedCache
 from model.engine.draft_cache import DraftCache
 from model.engine.draft_network import Draft, DraftNetwork
@@ -21,6 +21,7 @@ from model.engine.request import Request
 from model.engine.scheduler import ScheduledSequence, Scheduler
 from model.engine.sequence import SequenceState
 from model.engine.step_budget import StepBudget
+from model.engine.step_graphs import StepGraphs
 from model.network.transformer import Transformer
 from model.text.grammar.grammars import Grammars
 from model.text.tokenizer import Tokenizer
@@ -301,6 +302,24 @@ def test_cancelled_requests_leave_nothing_behind() -> None:
     assert found["3", 0] == plain["3", 0]
     assert found["1", 0].ids == plain["1", 0].ids[: len(found["1", 0].ids)]
     assert_all_accepted(drive.engine, 30)
+
+
+def test_of_very_many_shapes_with_drafts_the_graphs_that_were_used_last_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def serve() -> tuple[Results, list[StepGraphs]]:
+        requests = [greedy(f"{seed}", prompt(4, seed=seed), max_tokens=10 + 4 * seed) for seed in range(5)]
+        engine = drafting(network(), network(), num_blocks=256)
+        assert engine._draft_network is not None
+        return run(engine, *requests), [engine._runner._step_graphs, engine._draft_network._graphs]
+
+    plain, all_graphs = serve()
+    assert all(graphs.num_recorded > 5 for graphs in all_graphs)
+    monkeypatch.setattr(step_graphs, "MAX_PLAIN_GRAPHS", 3)
+    found, kept = serve()
+    assert found == plain
+    for graphs, limited in zip(all_graphs, kept, strict=True):
+        assert list(limited._graphs) == list(graphs._graphs)[-3:]
 
 
 def test_edited_requests_keep_their_bits() -> None:
