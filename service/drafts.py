@@ -1,6 +1,7 @@
 """Load the network that drafts tokens: a copy of the served network in fewer bits, or another checkpoint."""
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from model.checkpoints.load import Checkpoint, Contents, load_checkpoint, read_contents
@@ -32,8 +33,14 @@ class DraftModel:
     is_copy: bool
 
 
-def load_draft(checkpoint: Checkpoint, settings: Settings) -> DraftModel | None:
-    """Load the network that the settings name for drafts. Raises `ValueError` if it cannot draft for the served one."""
+def load_draft(
+    checkpoint: Checkpoint, settings: Settings, other_needs: Callable[[int], Sequence[Need]] = lambda token_bytes: ()
+) -> DraftModel | None:
+    """Load the network that the settings name for drafts. Raises `ValueError` if it cannot draft for the served one.
+
+    `other_needs` gives the memory that will be allocated later, for a draft network with so many bytes of keys and
+    values for each token. It is checked together with the weights.
+    """
     draft, served = settings.draft, checkpoint.model
     if draft == "none":
         return None
@@ -51,7 +58,9 @@ def load_draft(checkpoint: Checkpoint, settings: Settings) -> DraftModel | None:
 
     def check_memory(plan: PlannedNetwork) -> None:
         planned.append(plan)
-        require_memory([Need("the network that drafts", plan.num_bytes, ("--draft none",))], plan.device)
+        token_bytes = 0 if is_copy else bytes_of_token(plan.config, plan.dtype, settings.kv_cache_dtype)
+        own = Need("the network that drafts", plan.num_bytes, ("--draft none",))
+        require_memory([own, *other_needs(token_bytes)], plan.device)
 
     loaded = load_checkpoint(
         settings.model if is_copy else draft,

@@ -76,7 +76,7 @@ async def set_up(state: State, checkpoint: Checkpoint, on_failure: Callable[[], 
         read = partial(Grammars, tokenizer, checkpoint.model.config.vocab_size)
         state.slow_grammars = await state.worker.run_detached(read)
         state.grammars = state.slow_grammars.quick()
-    draft = state.draft = await state.worker.run_detached(lambda: load_draft(checkpoint, state.settings))
+    draft = state.draft = await state.worker.run_detached(lambda: load_drafting(checkpoint, state.settings))
     state.engine = await state.worker.run_detached(lambda: build_engine(checkpoint, state.settings, draft))
     state.worker.use_engine(state.engine, lambda: fail(state, "the engine failed", on_failure))
 
@@ -177,16 +177,32 @@ def check_memory(planned: PlannedNetwork, settings: Settings) -> None:
     Raises `CheckpointError` if there is too little for the weights and the cache.
     """
     needs = [planned.weights("--quantize {}")]
-    if planned.device.type == "cpu" or settings.cache_bytes is not None:
-        cache_bytes = cache_bytes_for(planned.config, planned.dtype, settings)
-        needs.append(Need("the key-value cache", cache_bytes, ("a lower --cache-bytes",)))
     if settings.draft in ROUNDED:  # load_draft checks the memory of another network
         num_bytes = planned.quantized.get(settings.draft, planned.num_bytes)
         needs.append(Need("the copy that drafts", num_bytes, ("--draft none",)))
-    if settings.gradients != "off":
-        copied = copy_bytes(planned.config, DTYPES[settings.gradients])
-        needs.append(Need("the copy for gradients", copied, ("--gradients off",), is_later=True))
+    needs += needs_beside_weights(planned.config, planned.dtype, planned.device, settings)
     require_memory(needs, planned.device)
+
+
+def needs_beside_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, settings: Settings, draft_token_bytes: int = 0
+) -> list[Need]:
+    """The memory for the cache and the copy for gradients of a network, which are allocated after its weights."""
+    needs = []
+    if device.type == "cpu" or settings.cache_bytes is not None:
+        cache_bytes = cache_bytes_for(config, dtype, settings, draft_token_bytes)
+        needs.append(Need("the key-value cache", cache_bytes, ("a lower --cache-bytes",)))
+    if settings.gradients != "off":
+        copied = copy_bytes(config, DTYPES[settings.gradients])
+        needs.append(Need("the copy for gradients", copied, ("--gradients off",), is_later=True))
+    return needs
+
+
+def load_drafting(checkpoint: Checkpoint, settings: Settings) -> DraftModel | None:
+    """Load the network that drafts for a loaded checkpoint, and check that there is memory for the cache, too."""
+    model, weight = checkpoint.model, checkpoint.model.embed.weight
+    needs = partial(needs_beside_weights, model.config, weight.dtype, weight.device, settings)
+    return load_draft(checkpoint, settings, needs)
 
 
 def device_of(settings: Settings) -> str:

@@ -34,14 +34,25 @@ from model.text.constraint import GrammarState, token_masks
 from model.text.sampling import Sampler, sample
 
 logger = logging.getLogger(__name__)
-# Tokens before the newest one that a draft network with its own keys computes in one step, for all sequences together.
+# Tokens before the newest one that a draft network with its own keys computes in one step, for all sequences together:
+# as many as fit into the time that the step has for them, within these limits. Before any are measured, FIRST_CATCH_UP.
 # While a long prompt takes several steps, the other sequences go on.
-MAX_CATCH_UP = 512
+MIN_CATCH_UP, FIRST_CATCH_UP, MAX_CATCH_UP = 16, 64, 512
+# For each token that a sequence may still generate. Computing more takes longer than the drafts save. With less room,
+# also fewer, so that at least half of these tokens come after the catch-up.
+MAX_CATCH_UP_FACTOR = 32
 
 
 class _Blocks(NamedTuple):
     blocks: list[int]
     length: int
+
+
+class DraftPasses(NamedTuple):
+    """The measured passes of some drafts: the mean number of sequences in a pass, and the mean seconds of one."""
+
+    num_sequences: float
+    seconds: float
 
 
 @dataclass
@@ -80,6 +91,7 @@ class DraftNetwork:
         self._attention = choose_attention(cache, model.share, model.backend)
         self._graphs = StepGraphs(model, self._attention if isinstance(self._attention, PagedBackend) else None)
         self._own = DraftCache(cache) if owns_cache else None
+        self._token_seconds: float | None = None  # of a token that is computed only for its keys, as measured lately
         self.can_draft = True
         """Whether our kernels compute the network completely, as far as is known."""
 
@@ -94,72 +106,96 @@ class DraftNetwork:
         samplers: Sequence[Sampler],
         grammars: Sequence[GrammarState | None],
         length: int,
-    ) -> float | None:
+        catch_up_seconds: float,
+    ) -> DraftPasses | None:
         """Replace the drafts of those sequences that have one, by at most `length` tokens each.
 
         Each token is chosen as the sampler of its sequence would choose it, among those that its grammar allows. A
-        draft ends early where nothing can follow, or at the end of the draft network's context. Returns the seconds
-        for one token of each draft; None if nothing was drafted, or if a pass was recorded, which takes longer.
+        draft ends early where nothing can follow, or at the end of the draft network's context. Tokens of prompts are
+        computed first, for about `catch_up_seconds`. Returns the measured passes, without that time; None if nothing
+        was drafted, or if a pass was recorded, which takes longer.
         """
-        planned = [
-            Draft(scheduled, sampler.fork(), grammar and grammar.fork(), scheduled.start, scheduled.new_tokens[:1])
-            for scheduled, sampler, grammar in zip(sequences, samplers, grammars, strict=True)
-            if scheduled.draft
-        ]
+        drafts: dict[ScheduledSequence, list[int]] = {}
+        passes = None
         try:
-            seconds = self._draft(planned, length)
+            began = time.perf_counter()
+            planned = [
+                Draft(scheduled, sampler.fork(), grammar and grammar.fork(), scheduled.start, scheduled.new_tokens[:1])
+                for scheduled, sampler, grammar in zip(sequences, samplers, grammars, strict=True)
+                if scheduled.draft
+            ]
+            if self._own is None:
+                passes = self._draft(planned, length, began)
+            else:
+                fork_seconds = time.perf_counter() - began
+                ready = self._catch_up(self._own, planned, self._catch_up_tokens(catch_up_seconds))
+                passes = self._draft(ready, length, time.perf_counter() - fork_seconds)
+            if self.can_draft:
+                drafts = {each.scheduled: each.token_ids for each in planned}
         except Exception:  # too little memory, for example
             logger.exception("the draft network failed, and drafts nothing any more")
-            self.can_draft, seconds = False, None
-        for each in planned:
-            each.scheduled.set_draft(each.token_ids if self.can_draft else [])
-        return seconds
+            self.can_draft = False
+        for scheduled in sequences:
+            if scheduled.draft:
+                scheduled.set_draft(drafts.get(scheduled, ()))
+        return passes
 
-    def _draft(self, planned: Sequence[Draft], length: int) -> float | None:
-        ready = planned if self._own is None else self._catch_up(self._own, planned)
-        began, num_passes, was_replayed = time.perf_counter(), 0, True
+    def _draft(self, ready: Sequence[Draft], length: int, began: float) -> DraftPasses | None:
+        num_passes, num_sequences, was_replayed = 0, 0, True
         while num_passes < length and ready:
             result = self._run(ready)
             if result is None:
                 self.can_draft = False
                 return None
             num_passes += 1
+            num_sequences += len(ready)
             was_replayed &= result.was_replayed
             ready = self._within_context(self._choose(ready, result))
-        return (time.perf_counter() - began) / num_passes if num_passes and was_replayed else None
+        if not (num_passes and was_replayed):
+            return None
+        return DraftPasses(num_sequences / num_passes, (time.perf_counter() - began) / num_passes)
 
     def _within_context(self, drafts: Sequence[Draft]) -> list[Draft]:
         most = self._model.config.max_positions
         return [each for each in drafts if each.start + len(each.next_ids) <= most]
 
-    def _catch_up(self, own: DraftCache, drafts: Sequence[Draft]) -> list[Draft]:
-        """Compute the tokens before the newest one that lack their keys. Returns the drafts that are ready then.
+    def _catch_up_tokens(self, seconds: float) -> int:
+        """The number of tokens before the newest ones that a step may compute in about `seconds`."""
+        if self._token_seconds is None:
+            return FIRST_CATCH_UP
+        return int(min(max(seconds / self._token_seconds, MIN_CATCH_UP), MAX_CATCH_UP))
+
+    def _catch_up(self, own: DraftCache, drafts: Sequence[Draft], room: int) -> list[Draft]:
+        """Compute at most `room` tokens before the newest ones that lack their keys. Returns the drafts that are ready.
 
         A few tokens are left to the first pass of the draft.
         """
-        ready, room = [], MAX_CATCH_UP
+        ready, num_per_left = [], min(MAX_CATCH_UP_FACTOR, room / 2)
         for each in self._within_context(drafts):
             sequence, newest = each.scheduled.sequence, each.scheduled.start
             own.find_computed(sequence)
-            num_missing = min(newest - sequence.num_draft_computed, room)
-            if num_missing > MAX_DRAFT:
-                self._compute(each, num_missing)
-                own.note_computed(sequence, sequence.num_draft_computed + num_missing)
-                room -= num_missing
+            num_missing = newest - sequence.num_draft_computed
+            num_new = min(num_missing, room)
+            if num_new > MAX_DRAFT and num_missing <= num_per_left * _num_left(sequence):
+                self._compute(each, num_new)
+                own.note_computed(sequence, sequence.num_draft_computed + num_new)
+                room -= num_new
             each.start = sequence.num_draft_computed
-            each.next_ids = sequence.tokens[each.start : newest + 1].tolist()
-            if len(each.next_ids) <= MAX_DRAFT + 1:
+            if newest - each.start <= MAX_DRAFT:
+                each.next_ids = sequence.tokens[each.start : newest + 1].tolist()
                 ready.append(each)
         return ready
 
     def _compute(self, draft: Draft, num_new: int) -> None:
         """Compute tokens of a sequence for their keys alone."""
-        sequence = draft.scheduled.sequence
+        began, sequence = time.perf_counter(), draft.scheduled.sequence
         start = sequence.num_draft_computed
         tokens = [self._step_tokens(sequence, start, sequence.tokens[start : start + num_new], is_decoding=False)]
         attention = self._attention.prepare(tokens)
         context = StepContext(attention, self._cache, tokens, self._model.backend.ops)
         self._model(torch.tensor([tokens[0].new_tokens]), rows=[num_new - 1], context=context)
+        seconds = (time.perf_counter() - began) / num_new
+        self._token_seconds = seconds if self._token_seconds is None else (self._token_seconds + seconds) / 2
 
     def _run(self, drafts: Sequence[Draft]) -> ForwardResult | None:
         """One pass over the next tokens of each draft; None: it cannot be computed."""
@@ -207,3 +243,9 @@ class DraftNetwork:
         known = [token_id if token_id < vocab_size else 0 for token_id in token_ids]
         num_blocks = -(-(start + len(known)) // self._cache.block_size)
         return StepTokens(start, known, is_decoding, _Blocks(sequence.blocks[:num_blocks], sequence.length))
+
+
+def _num_left(sequence: SequenceState) -> int:
+    """The number of tokens that a sequence with drafts may still generate."""
+    assert sequence.lookup is not None
+    return sequence.lookup.max_length - len(sequence.tokens)

@@ -288,10 +288,12 @@ class Engine:
                 self._store.wait(LOAD_SECONDS)
             return Step()
         continuations = [self._continuations[scheduled.sequence] for scheduled in plan.sequences]
-        began = start
+        drafting_seconds, began = 0.0, start
         if drafter is not None and plan.num_network_drafts:
+            before = time.perf_counter()
             self._draft(drafter, plan, continuations)
             began = time.perf_counter()
+            drafting_seconds = began - before
         # The first continuation is the prefix leader of the others, so its first step is that of the request.
         started = [each.request.id for each in continuations if each.mark_started() and each.index == 0]
         parts = [
@@ -308,7 +310,11 @@ class Engine:
             for each in sequences:
                 each.scheduled.sequence.tokens.extend(each.token_ids)
             self._scheduler.complete(
-                plan, time.perf_counter() - began, recorded=forward.was_recorded, replayed=forward.was_replayed
+                plan,
+                time.perf_counter() - began,
+                recorded=forward.was_recorded,
+                replayed=forward.was_replayed,
+                drafting_seconds=drafting_seconds,
             )
         except LostRank:  # nothing can be computed any more
             raise
@@ -330,9 +336,10 @@ class Engine:
     def _draft(self, drafter: DraftNetwork, plan: StepPlan, continuations: Sequence[Continuation]) -> None:
         """Let the draft network replace the drafts of a plan."""
         samplers, grammars = [each.sampler for each in continuations], [each.grammar for each in continuations]
-        seconds = drafter.draft(plan.sequences, samplers, grammars, plan.num_network_drafts)
-        if seconds is not None:
-            self._scheduler.observe_drafting(plan.num_drafting, seconds)
+        catch_up_seconds = self._scheduler.catch_up_seconds(plan)
+        passes = drafter.draft(plan.sequences, samplers, grammars, plan.num_network_drafts, catch_up_seconds)
+        if passes is not None:
+            self._scheduler.observe_drafting(*passes)
 
     @property
     def keep_alive_seconds(self) -> float | None:

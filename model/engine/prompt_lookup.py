@@ -39,7 +39,7 @@ class PromptLookup:
         left = self.max_length - len(tokens) - 1  # the step itself adds one token
         count = MAX_DRAFT if acceptance == 1 else int(math.log(min_acceptance) / math.log(acceptance))
         draft = tokens_after_earlier_match(tokens, min(count, left, room))
-        return draft if self._allowed_part is None else self._allowed_part(draft)
+        return self._allowed_part(draft) if draft and self._allowed_part is not None else draft
 
 
 def accept_draft(chosen: Sequence[int | Exception], draft: Sequence[int]) -> tuple[list[int], Exception | None]:

@@ -47,7 +47,7 @@ class Request:
 
 @dataclass(slots=True)  # not frozen: each step makes some, and a frozen one takes longer to make
 class Output:
-    """The output of one step for one choice of a request.
+    """An output of one step for one choice of a request. A traced step with a draft gives one for each new token.
 
     `tokens` are the new tokens. The list is empty if the output reports only the trace of a part of the prompt, or only
     the end of the choice. `prompt_tokens` are the tokens of the prompt, if the request asks for them; they are in the

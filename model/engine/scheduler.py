@@ -20,7 +20,7 @@ for owners without any: a new owner then finds a free place, and no tokens have 
 import math
 from bisect import insort
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from model.engine.acceptance import Acceptance
 from model.engine.block_pool import BlockPool
 from model.engine.prefix_store import PrefixLoad, PrefixStore
 from model.engine.prompt_lookup import MAX_DRAFT
-from model.engine.sequence import SequenceState
+from model.engine.sequence import ExtraCost, SequenceState
 from model.engine.step_budget import EFFICIENT_TOKENS, MIN_TOKENS, StepBudget
 from model.errors import InvalidField
 
@@ -104,6 +104,14 @@ def _turns_of(sequences: Iterable[SequenceState], num_before: Counter[Hashable])
     return turns
 
 
+def _cost_of(extra_cost: Callable[[int, int], ExtraCost], scheduled: ScheduledSequence) -> ExtraCost:
+    """The cost of a scheduled sequence. With a draft, each token is traced as if it were decoded alone."""
+    if not scheduled.draft:
+        return extra_cost(scheduled.start, scheduled.num_new)
+    costs = [extra_cost(scheduled.start + index, 1) for index in range(scheduled.num_new)]
+    return ExtraCost(sum(cost.usual for cost in costs), sum(cost.most for cost in costs))
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """One step. The blocks for all its tokens are allocated.
@@ -120,11 +128,6 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(scheduled.num_new for scheduled in self.sequences)
-
-    @property
-    def num_drafting(self) -> int:
-        """The number of sequences with drafts."""
-        return sum(bool(scheduled.draft) for scheduled in self.sequences)
 
 
 class Scheduler:
@@ -235,13 +238,26 @@ class Scheduler:
             scheduled.sequence.last_step = self._num_steps
         return StepPlan(planned, self._unwritten_blocks, num_network_drafts)
 
-    def observe_drafting(self, num_sequences: int, seconds: float) -> None:
-        """Add a measured pass of the draft network, which drafted one token of so many sequences."""
+    def catch_up_seconds(self, plan: StepPlan) -> float:
+        """The time that the draft network may take for tokens of prompts before it drafts for a step."""
+        return self._budget.catch_up_seconds(plan.num_tokens)
+
+    def observe_drafting(self, num_sequences: float, seconds: float) -> None:
+        """Add measured passes of the draft network: their mean number of sequences, and the mean seconds of one."""
         self._budget.observe_drafting(num_sequences, seconds)
 
-    def complete(self, plan: StepPlan, seconds: float, *, recorded: bool = False, replayed: bool = False) -> None:
+    def complete(
+        self,
+        plan: StepPlan,
+        seconds: float,
+        *,
+        recorded: bool = False,
+        replayed: bool = False,
+        drafting_seconds: float = 0.0,
+    ) -> None:
         """Account for a step that was computed in `seconds`, and `recorded` or `replayed` (step_graphs.py).
 
+        Before it, a draft network took `drafting_seconds`, which count as a part of the time of all steps.
         The time of a recorded step counts only for its edits and traces: later steps of its shape will be replayed,
         which is faster. The new tokens have been appended to the sequences. Drafted tokens that differ from them do not
         count as computed.
@@ -263,8 +279,9 @@ class Scheduler:
                     self.pool.register(sequence.blocks[index], sequence.block_hash(index, size))
                     if self._store is not None:
                         self._store.note_use(sequence.blocks[index])
+            sequence.was_replayed = replayed or recorded
             if sequence.extra_cost is not None and not replayed:  # it took more than the usual time
-                cost = sequence.extra_cost(scheduled.start, scheduled.num_new)
+                cost = _cost_of(sequence.extra_cost, scheduled)
                 self._credit -= cost.most - cost.usual
                 extra_seconds += cost.most
         decodes = all(each.is_decoding for each in plan.sequences)
@@ -272,7 +289,7 @@ class Scheduler:
             # Without edits and traces, the step would have been replayed.
             delay = seconds - self._budget.replayed_seconds(plan.num_tokens, default=seconds) - extra_seconds
             self._credit = max(self._credit - max(delay, 0.0), -MAX_DEBT)
-        self._last_seconds = 0.0 if recorded else seconds
+        self._last_seconds = 0.0 if recorded else drafting_seconds + seconds
         if not recorded:
             self._budget.observe(plan.num_tokens, seconds, replayed=replayed and decodes)
 
@@ -368,10 +385,12 @@ class Scheduler:
             sequence, fair_share = scheduled.sequence, -(-room // (len(decoding) - index))
             draft: list[int] = []
             if sequence.lookup is not None and fair_share > 0:
-                with_extra = min_acceptance + self._extra_share(sequence, len(decoding))
-                acceptance = max(min_acceptance, min(with_extra, 1.0))
+                most, acceptance = fair_share, min_acceptance
+                if sequence.extra_cost is not None:
+                    with_extra = min_acceptance + self._extra_share(sequence, len(decoding))
+                    acceptance = max(min_acceptance, min(with_extra, 1.0))
+                    most = min(most, self._most_extra([sequence]))
                 num_short = sequence.short_length - len(sequence.tokens)  # drafts must not need other keys
-                most = min(fair_share, self._most_extra([sequence]))
                 most = min(most, num_short) if num_short >= 0 else most
                 draft = sequence.lookup.draft(sequence.tokens, most, acceptance)
                 num_more = self._blocks_for(len(sequence.tokens) + len(draft)) - len(sequence.blocks)
@@ -380,30 +399,41 @@ class Scheduler:
                 else:
                     self._extend(sequence, num_more)
             room -= len(draft)
-            self._charge_draft(sequence, len(draft))
+            if draft and sequence.extra_cost is not None:
+                self._charge_draft(sequence, len(draft))
             result.append(ScheduledSequence(sequence, 1, draft) if draft else scheduled)
         return result
 
     def _with_network_drafts(self, decoding: list[ScheduledSequence]) -> tuple[list[ScheduledSequence], int]:
-        """Add room for drafts of a network, all of the length that is fastest. Returns the length, too; 0 for none."""
-        drafting = [
+        """Add room for drafts of a network, all of the length that is fastest. Returns the length, too; 0 for none.
+
+        Edits and traces that leave no time for drafts do not shorten the drafts of sequences without them.
+        """
+        able = [
             each.sequence
             for each in decoding
             if each.sequence.lookup is not None and self._extra_share(each.sequence, len(decoding)) <= MAX_DRAFTED_EXTRA
         ]
-        if not drafting:
+        if not able:
             return decoding, 0
-        most = min(MAX_DRAFT, (self._max_tokens - len(decoding)) // len(drafting), self._most_extra(drafting))
-        for sequence in drafting:
+        most = min(MAX_DRAFT, (self._max_tokens - len(decoding)) // len(able))
+        for sequence in able:
             assert sequence.lookup is not None
             most = min(most, sequence.lookup.max_length - len(sequence.tokens) - 1)  # the step itself adds one token
             if (num_short := sequence.short_length - len(sequence.tokens)) >= 0:
                 most = min(most, num_short)  # drafts must not need other keys
+        all_costly = all(map(self._extra_seconds, able))
+        if all_costly:
+            most = min(most, self._most_extra(able))
         acceptance = self._network_acceptance.probability
-        length = self._budget.network_draft(len(decoding), len(drafting), acceptance, most)
+        length = self._budget.network_draft(len(decoding), len(able), acceptance, most)
+        drafting = able if all_costly else self._fitting(able, length)
+        if len(drafting) < len(able):
+            length = self._budget.network_draft(len(decoding), len(drafting), acceptance, length)
         lacking = [self._blocks_for(len(each.tokens) + length) - len(each.blocks) for each in drafting]
         if length <= 0 or sum(lacking) > self.pool.num_free:
-            self._network_acceptance.forget_wrong()
+            if most > 0:
+                self._network_acceptance.forget_wrong()
             return decoding, 0
         for sequence, num_more in zip(drafting, lacking, strict=True):
             self._extend(sequence, num_more)
@@ -415,18 +445,34 @@ class Scheduler:
 
     def _charge_draft(self, sequence: SequenceState, length: int) -> None:
         """Take the time of the edits and traces of drafted tokens from that of all requests with any."""
-        seconds = length * self._extra_seconds(sequence)
-        self._credit -= seconds
-        self._extra_left -= seconds
+        if sequence.extra_cost is not None:
+            self._credit -= length * sequence.extra_cost(sequence.num_computed, 1).usual
+            self._extra_left -= length * self._extra_seconds(sequence)
 
     def _most_extra(self, sequences: Sequence[SequenceState]) -> int:
         """The number of drafted tokens of each sequence whose edits and traces fit into the step; at most MAX_DRAFT."""
         seconds = sum(map(self._extra_seconds, sequences))
         return int(min(self._extra_left / seconds, MAX_DRAFT)) if seconds else MAX_DRAFT
 
+    def _fitting(self, sequences: Sequence[SequenceState], length: int) -> list[SequenceState]:
+        """Those sequences for which the edits and traces of `length` drafted tokens fit into the step together."""
+        left, fitting = max(self._extra_left, 0.0), []
+        for sequence in sequences:
+            seconds = length * self._extra_seconds(sequence)
+            if seconds <= left:
+                left -= seconds
+                fitting.append(sequence)
+        return fitting
+
     def _extra_seconds(self, sequence: SequenceState) -> float:
-        """The time that edits and traces add for one more token of a sequence."""
-        return 0.0 if sequence.extra_cost is None else sequence.extra_cost(sequence.num_computed, 1).usual
+        """The time that edits and traces add for one more token of a sequence.
+
+        Unless its last step was recorded or replayed, its next one may not be, either.
+        """
+        if sequence.extra_cost is None:
+            return 0.0
+        cost = sequence.extra_cost(sequence.num_computed, 1)
+        return cost.usual if sequence.was_replayed else cost.most
 
     def _extra_share(self, sequence: SequenceState, num_decoding: int) -> float:
         """The time that edits and traces add for one more token of a sequence, over that of a step without them."""

@@ -46,6 +46,7 @@ class SequenceState:
     num_cached: int | None = field(init=False, default=None)  # prompt tokens taken from others; None before it runs
     blocks: list[int] = field(init=False, default_factory=list)
     last_step: int = field(init=False, default=0)  # in which it was computed
+    was_replayed: bool = field(init=False, default=False)  # whether that step was replayed, or recorded to be replayed
     paused: bool = field(init=False, default=False)  # takes part in no step
     has_ended: bool = field(init=False, default=False)
     load: PrefixLoad | None = field(init=False, default=None)  # of stored blocks, before anything is computed

@@ -35,7 +35,7 @@ class LinearFit:
         self._slope = 0.0
         self.num_observed = 0
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
+    def observe(self, num_tokens: float, seconds: float) -> None:
         """Add a step of `num_tokens` tokens that took `seconds`."""
         self.num_observed += 1
         terms = (1.0, num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds)
@@ -137,8 +137,8 @@ class StepBudget:
         fitting = (each for each in known if self._all_steps.seconds(each) <= longest)
         return next(fitting, SHARED_SEQUENCES[-1])
 
-    def observe_drafting(self, num_sequences: int, seconds: float) -> None:
-        """Add a measured pass of a draft network, with one token of each sequence."""
+    def observe_drafting(self, num_sequences: float, seconds: float) -> None:
+        """Add measured passes of a draft network: their mean number of sequences, and the mean seconds of one."""
         self._draft_steps.observe(num_sequences, seconds)
 
     def network_draft(self, num_decoding: int, num_drafting: int, acceptance: float, most: int) -> int:
@@ -157,6 +157,15 @@ class StepBudget:
             if rate > highest:
                 best, highest = length, rate
         return best
+
+    def catch_up_seconds(self, num_tokens: int) -> float:
+        """The time that a draft network may take for tokens of prompts, beside a step of `num_tokens` without prompts.
+
+        With it, the step takes as long as a step with prompts may take.
+        """
+        seconds = self.replayed_seconds(num_tokens, default=0.0)
+        longest = self._max_stretch * max(seconds, SHORT_SECONDS)
+        return max((longest if self._target_seconds is None else self._target_seconds) - seconds, 0.0)
 
     def replayed_seconds(self, num_tokens: int, default: float) -> float:
         """Estimate the time of a replayed step of `num_tokens`; `default` if none was replayed."""

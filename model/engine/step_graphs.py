@@ -1,8 +1,10 @@
 """The step graphs of an engine: a step is recorded once per shape (step_graph.py), then replayed.
 
 A step is customized if some of its rows have adapters, edits or traces. It is recorded once for each assignment of rows
-to adapters, edits and traces. There may be very many assignments, so only the graphs that were used last are kept. The
-recording of a traced step also has the traced stages (recorded_trace.py).
+to adapters, edits and traces. The recording of a traced step also has the traced stages (recorded_trace.py).
+
+There may be very many shapes: of customized steps, and of steps with drafts. So only the graphs that were used last are
+kept.
 
 A step with prompts is recorded when its shape occurs for the second time, on a CPU, if it is neither customized nor
 very large. The number of its tokens must be a multiple, as the scheduler makes it in steps that it limits; otherwise,
@@ -33,6 +35,7 @@ MAX_PROMPT_TOKENS = 256  # in larger steps, the time that a replay saves is not 
 MAX_PROMPT_BYTES = 1 << 28  # of intermediate results
 Kind = TypeVar("Kind")
 MAX_CUSTOMIZED_GRAPHS = MAX_PROMPT_GRAPHS = 64
+MAX_PLAIN_GRAPHS = 256  # of decoding steps that are not customized
 MAX_EDIT_BYTES = 1 << 26  # of the edits' numbers in all graphs
 MAX_TRACED_STAGES = 1 << 16  # of all rows of all graphs; each takes about a kilobyte of Python objects
 MAX_KINDS = 256  # that are remembered: of customizations that cannot be recorded, and of shapes with prompts
@@ -78,7 +81,7 @@ class StepGraphs:
         # On a GPU, the choice of experts waits for the CPU.
         self._attention = None if self._is_gpu and model.config.num_experts else attention
         self._memory = None if self._attention is None else self._attention.new_memory()
-        # Customized ones, and those with prompts, in the order of their last use.
+        # In the order of their last use.
         self._graphs: dict[Shape, StepGraph] = {}
         self._unrecordable: set[Customization] = set()  # PyTorch computes a part of the step, or its recording failed
         self._can_record_prompts = isinstance(attention, PagedBackend)
@@ -182,7 +185,7 @@ class StepGraphs:
 
     def _find(self, shape: Shape) -> StepGraph | None:
         graph = self._graphs.get(shape)
-        if graph is not None and (shape.is_customized or shape.has_prompts):
+        if graph is not None:
             self._graphs[shape] = self._graphs.pop(shape)
         return graph
 
@@ -204,6 +207,11 @@ class StepGraphs:
             self._limit_prompts()
             return
         self.replays_decoding = True
+        if not shape.is_customized:
+            plain = [each for each in self._graphs if not (each.is_customized or each.has_prompts)]
+            if len(plain) > MAX_PLAIN_GRAPHS:
+                del self._graphs[plain[0]]
+            return
         customized = [each for each in self._graphs if each.is_customized]
         num_bytes = sum(self._graphs[each].edit_bytes for each in customized)
         num_stages = sum(self._graphs[each].num_traced_stages for each in customized)

@@ -18,9 +18,10 @@ from model.checkpoints.network_weights import NetworkWeights
 from model.choices import Quantization
 from model.errors import CheckpointError
 from model.memory import Memory, memory_of
-from service.loading import load_model
+from service.loading import cache_bytes_for, load_drafting, load_model
 from service.settings import Settings
 from tests.conftest import shared
+from tests.ops.cpu.common import cpu_backend
 from tests.published_models import smollm2_gguf
 
 GB = 10**9
@@ -174,6 +175,29 @@ def test_memory_that_may_run_out_is_one_warning(
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == (warning is not None)
     assert warning is None or warning in warnings[0]
+
+
+def test_a_draft_network_needs_memory_beside_the_cache_and_the_copy_for_gradients(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The served network is loaded already then, and is a part of the used memory."""
+    cpu_backend(torch.float32)  # skips on machines without our kernels, where nothing is drafted
+    settings = Settings(model="bundled", draft="bundled", cache_bytes=10_000_000)
+    checkpoint = load_model(settings)
+    assert checkpoint is not None
+    limit_memory(monkeypatch, total=40_000_000, used=12_000_000)
+    load_drafting(checkpoint, settings)
+    assert "10 MB for the key-value cache and 25 MB for the copy for gradients may be needed" in caplog.text
+    limit_memory(monkeypatch, total=25_000_000, used=12_000_000)
+    with pytest.raises(CheckpointError, match="MB for the network that drafts and 10 MB for the key-value cache are"):
+        load_drafting(checkpoint, settings)
+    default = settings.model_copy(update={"cache_bytes": None, "max_num_seqs": 1})
+    limit_memory(monkeypatch, total=40_000_000, used=12_000_000)
+    sizes: list[int] = []
+    monkeypatch.setattr("service.drafts.require_memory", lambda needs, device: sizes.append(needs[1].num_bytes))
+    load_drafting(checkpoint, default)
+    model = checkpoint.model
+    assert sizes == [2 * cache_bytes_for(model.config, model.embed.weight.dtype, default)]
 
 
 def test_without_other_needs_the_weights_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

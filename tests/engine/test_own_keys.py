@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.engine import draft_network
+from model.engine import draft_network, step_graphs
 from model.engine.cache import PagedCache
 from model.engine.draft_cache import DraftCache
 from model.engine.draft_network import Draft, DraftNetwork
@@ -21,6 +21,7 @@ from model.engine.request import Request
 from model.engine.scheduler import ScheduledSequence, Scheduler
 from model.engine.sequence import SequenceState
 from model.engine.step_budget import StepBudget
+from model.engine.step_graphs import StepGraphs
 from model.network.transformer import Transformer
 from model.text.grammar.grammars import Grammars
 from model.text.tokenizer import Tokenizer
@@ -32,6 +33,7 @@ from tests.engine.test_speculation import SAMPLED, greedy, mixed, network, weigh
 from tests.ops.cpu.common import by_kernels
 
 LENGTH = 3  # of a draft
+CATCH_UP_TOKENS = DraftNetwork._catch_up_tokens
 EQUAL: list[dict[str, Any]] = [{}, {"vocab_size": 80}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}]
 
 
@@ -42,6 +44,7 @@ def drafts_come_from_the_network_and_have_a_fixed_length(monkeypatch: pytest.Mon
         StepBudget, "network_draft", lambda self, decoding, drafting, acceptance, most: min(LENGTH, most)
     )
     monkeypatch.setattr(Scheduler, "_extra_share", lambda self, sequence, num_decoding: 0.0)
+    monkeypatch.setattr(DraftNetwork, "_catch_up_tokens", lambda self, seconds: draft_network.MAX_CATCH_UP)
 
 
 @pytest.fixture(autouse=True)
@@ -172,14 +175,18 @@ def test_drafts_reach_to_the_end_of_the_context() -> None:
     assert_all_accepted(engine, 9)
 
 
-def computed_prompts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The list to which the draft network adds how many tokens it computes at a time before drafts."""
+def computed_prompts(monkeypatch: pytest.MonkeyPatch, token_seconds: float | None = None) -> list[int]:
+    """The list to which the draft network adds how many tokens it computes at a time before drafts.
+
+    With `token_seconds`, a token seems to take so long.
+    """
     counts: list[int] = []
     compute = DraftNetwork._compute
 
     def counted(self: DraftNetwork, draft: Draft, num_new: int) -> None:
         counts.append(num_new)
         compute(self, draft, num_new)
+        self._token_seconds = token_seconds or self._token_seconds
 
     monkeypatch.setattr(DraftNetwork, "_compute", counted)
     return counts
@@ -194,6 +201,50 @@ def test_a_long_prompt_is_computed_in_parts_while_other_sequences_draft(monkeypa
     assert max(counts) == 32
     assert len(counts) == 4
     assert_all_accepted(engine, 20)
+
+
+def test_tokens_before_drafts_are_computed_only_as_long_as_the_step_has_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token takes a millisecond here, so 25 fit into the time of the step."""
+    monkeypatch.setattr(DraftNetwork, "_catch_up_tokens", CATCH_UP_TOKENS)
+    counts = computed_prompts(monkeypatch, token_seconds=0.001)
+    monkeypatch.setattr(StepBudget, "catch_up_seconds", lambda self, num_tokens: 0.0251)
+    engine = drafting(network(), network(), num_blocks=256)
+    run(engine, greedy("a", prompt(110), max_tokens=40))
+    assert counts[:2] == [draft_network.FIRST_CATCH_UP, 25]
+    counts.clear()
+    monkeypatch.setattr(StepBudget, "catch_up_seconds", lambda self, num_tokens: 0.0)
+    run(engine, greedy("b", prompt(40, seed=9), max_tokens=40))
+    assert counts == [draft_network.MIN_CATCH_UP] * 2
+
+
+def test_a_prompt_that_is_much_longer_than_the_answer_is_not_computed_for_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = computed_prompts(monkeypatch)
+    engine = drafting(network(), network(), num_blocks=128)
+    run(engine, greedy("short answer", prompt(120), max_tokens=4))
+    assert counts == []
+    run(engine, greedy("longer answer", prompt(120), max_tokens=5))
+    assert counts == [120]
+
+
+def test_the_measured_passes_of_drafts_have_the_mean_number_of_their_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two drafts ends at the end of the draft network's context. The first time, passes are recorded."""
+    numbers: list[float] = []
+    monkeypatch.setattr(StepBudget, "observe_drafting", lambda self, number, seconds: numbers.append(number))
+    engine = drafting(network(), equal(max_positions=48), num_blocks=256)
+    for _ in range(2):
+        run(engine, greedy("a", prompt(38), max_tokens=40), greedy("b", prompt(20, seed=3), max_tokens=20))
+    assert any(1 < number < 2 for number in numbers)
+
+
+def test_a_draft_network_that_fails_before_its_first_pass_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = drafting(network(), network())
+    num_drafted = engine.stats().num_drafted
+    monkeypatch.setattr(draft_network, "Draft", None)
+    request = greedy("a", prompt(9))
+    assert run(engine, request) == run(new_engine(network(), speculates=False), request)
+    assert engine.stats().num_drafted == num_drafted
 
 
 def test_a_prompt_that_begins_like_an_earlier_one_is_computed_only_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,6 +302,24 @@ def test_cancelled_requests_leave_nothing_behind() -> None:
     assert found["3", 0] == plain["3", 0]
     assert found["1", 0].ids == plain["1", 0].ids[: len(found["1", 0].ids)]
     assert_all_accepted(drive.engine, 30)
+
+
+def test_of_very_many_shapes_with_drafts_the_graphs_that_were_used_last_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def serve() -> tuple[Results, list[StepGraphs]]:
+        requests = [greedy(f"{seed}", prompt(4, seed=seed), max_tokens=10 + 4 * seed) for seed in range(5)]
+        engine = drafting(network(), network(), num_blocks=256)
+        assert engine._draft_network is not None
+        return run(engine, *requests), [engine._runner._step_graphs, engine._draft_network._graphs]
+
+    plain, all_graphs = serve()
+    assert all(graphs.num_recorded > 5 for graphs in all_graphs)
+    monkeypatch.setattr(step_graphs, "MAX_PLAIN_GRAPHS", 3)
+    found, kept = serve()
+    assert found == plain
+    for graphs, limited in zip(all_graphs, kept, strict=True):
+        assert list(limited._graphs) == list(graphs._graphs)[-3:]
 
 
 def test_edited_requests_keep_their_bits() -> None:

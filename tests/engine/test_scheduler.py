@@ -14,12 +14,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model.engine import scheduler as scheduler_module
 from model.engine.block_pool import BlockPool
-from model.engine.prompt_lookup import MAX_DRAFT
-from model.engine.scheduler import EXTRA_BESIDE_OTHERS, Scheduler
-from model.engine.sequence import SequenceState
-from model.engine.step_budget import EFFICIENT_TOKENS, EFFICIENT_TOKENS_ALONE, MAX_SECONDS, MIN_TOKENS
-from tests.engine.simulation import Simulation
+from model.engine.prompt_lookup import MAX_DRAFT, PromptLookup
+from model.engine.scheduler import EXTRA_BESIDE_OTHERS, MAX_EXTRA_SHARE, Scheduler, StepPlan
+from model.engine.sequence import ExtraCost, SequenceState
+from model.engine.step_budget import (
+    EFFICIENT_TOKENS,
+    EFFICIENT_TOKENS_ALONE,
+    FIRST_NETWORK_DRAFT,
+    MAX_SECONDS,
+    MIN_TOKENS,
+    StepBudget,
+)
+from tests.engine.simulation import LongestDrafts, Simulation
 
 MAX_LENGTH = 20
 PROMPTS = st.integers(1, 9).flatmap(lambda size: st.lists(st.integers(0, 1), min_size=size, max_size=size))
@@ -733,6 +741,20 @@ class TestExtraCosts:
         assert edited.num_computed > 5
         assert seconds.count(0.02) * 0.02 < 0.45 * sum(seconds)
 
+    def test_the_time_of_a_draft_network_counts_as_a_part_of_the_time_of_all_steps(self) -> None:
+        credits = []
+        for drafting_seconds in (0.0, 0.02):
+            simulation = Simulation()
+            simulation.add([1], 300)
+            simulation.add([2], 300, extra=(0.0, 0.001))
+            simulation.step()
+            scheduler = simulation.scheduler
+            scheduler.complete(StepPlan([], []), 0.01, drafting_seconds=drafting_seconds)
+            scheduler._credit = 0.0
+            scheduler._divide_extra_time()
+            credits.append(scheduler._credit)
+        assert credits[1] - credits[0] == pytest.approx(0.02 * MAX_EXTRA_SHARE)
+
     def test_all_take_their_turns_one_owner_after_the_other(self) -> None:
         simulation = Simulation(max_sequences=64, max_tokens=600)
         many = [simulation.add([1], 60, owner="many", extra=(0.015, 0.0)) for _ in range(20)]
@@ -765,3 +787,42 @@ class TestExtraCosts:
         assert max(parts) <= 1000 * EXTRA_BESIDE_OTHERS
         assert plain in simulation.running
         simulation.finish()
+
+    def test_a_costly_trace_gets_no_network_drafts_and_takes_none_from_others(self) -> None:
+        """A replayed token of the trace is cheap enough for drafts, but the time of the step is used up already."""
+        simulation = Simulation(cost=lambda _: 0.04)
+        plain, other, traced = (simulation.add([order], 300) for order in range(3))
+        for sequence in (plain, other, traced):
+            sequence.lookup = PromptLookup(300)
+        simulation.step()
+        simulation.step()
+        assert traced.was_replayed
+        traced.extra_cost = lambda start, num_new: ExtraCost(0.0038, 0.0257)
+        plan = simulation.scheduler.schedule(network_drafts=True)
+        lengths = {each.sequence: len(each.draft) for each in plan.sequences}
+        assert plan.num_network_drafts == FIRST_NETWORK_DRAFT
+        assert lengths == {plain: FIRST_NETWORK_DRAFT, other: FIRST_NETWORK_DRAFT, traced: 0}
+
+    @pytest.mark.parametrize("by_network", [False, True])
+    @pytest.mark.parametrize(("replays", "length", "cost"), [(True, 4, 0.003), (False, 2, 0.006)])
+    def test_drafts_of_a_traced_sequence_fit_into_the_step_and_are_charged(
+        self, replays: bool, length: int, cost: float, by_network: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A traced token takes 3 ms, and 6 ms unless the step is replayed."""
+        monkeypatch.setattr(StepBudget, "network_draft", lambda self, decoding, drafting, acceptance, most: most)
+        monkeypatch.setattr(scheduler_module, "MAX_DRAFTED_EXTRA", 1.0)
+        simulation = Simulation(cost=lambda _: 0.04)
+        simulation.replays_extras = replays
+        plain, traced = simulation.add([1], 300), simulation.add([2], 300, extra=(0.0, 0.006))
+        traced.lookup = LongestDrafts(300)
+        simulation.step()
+        simulation.step()
+        scheduler = simulation.scheduler
+        scheduler._credit = EXTRA_BESIDE_OTHERS
+        plan = scheduler.schedule(drafts=not by_network, network_drafts=by_network)
+        assert {each.sequence: len(each.draft) for each in plan.sequences} == {plain: 0, traced: length}
+        assert scheduler._credit == pytest.approx(EXTRA_BESIDE_OTHERS - (1 + length) * 0.003)
+        for each in plan.sequences:
+            each.sequence.tokens.append(0)
+        scheduler.complete(plan, 0.04, replayed=replays)
+        assert scheduler._credit == pytest.approx(EXTRA_BESIDE_OTHERS - (1 + length) * cost)

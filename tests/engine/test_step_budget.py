@@ -140,6 +140,19 @@ def test_a_stretch_that_never_admits_a_prompt_is_refused(max_stretch: float) -> 
         StepBudget(max_stretch)
 
 
+@pytest.mark.parametrize(
+    ("step_seconds", "target", "expected"),
+    [(0.01, None, 0.05), (0.04, None, 0.04), (0.04, 0.06, 0.02), (0.04, 0.03, 0.0)],
+)
+def test_a_draft_network_catches_up_only_as_long_as_a_step_may_compute_prompts(
+    step_seconds: float, target: float | None, expected: float
+) -> None:
+    budget = StepBudget(2.0, target)
+    for num_tokens in (1, 2, 3):
+        budget.observe(num_tokens, step_seconds, replayed=True)
+    assert budget.catch_up_seconds(2) == pytest.approx(expected)
+
+
 class TestMinAcceptance:
     """The minimum acceptance of a drafted token is its cost, relative to the time that a step takes for each token."""
 
