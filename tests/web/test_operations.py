@@ -167,7 +167,9 @@ def test_of_a_long_prompt_the_largest_weights_are_drawn(page: "Page", base: str)
     open_view(page, base, "network", prompt=prompt, at=f"{LAYER}attn.pattern", cell=0)
     texts = page.locator(HITS)
     assert texts.count() == 10
-    assert texts.first.get_attribute("data-text").startswith("0 ")  # type: ignore[union-attr]
+    first = texts.first.get_attribute("data-text")
+    assert first is not None
+    assert first.startswith("0 ")
     rest = page.locator("operation-picture").inner_text()
     assert "others share" in rest
     count = page.locator("cell-arithmetic .small").first.inner_text()
