@@ -71,7 +71,7 @@ def test_one_click_steers_the_middle_of_the_network_by_the_offered_texts(
     assert {name: edit[name] for name in ("stage", "op", "scale", "steer")} == {
         "stage": f"blocks.{MIDDLE}.resid_post",
         "op": "add",
-        "scale": 0.5,
+        "scale": 0.6,
         "steer": dict(zip(("more", "less"), PAIR, strict=True)),
     }
     np.testing.assert_allclose(vector_of(edit), expected_vector(bundled, MIDDLE), rtol=1e-4, atol=1e-4)
@@ -81,8 +81,8 @@ def test_the_offered_texts_change_the_first_prompt_of_the_page(page: "Page", bas
     open_view(page, base, "edits")
     steer(page)
     assert page.locator("both-texts > .answer").inner_text().startswith("The edits change token ")
-    assert "happy" not in "".join(strip_tokens(page, "Without the edits"))
-    assert "happy" in "".join(strip_tokens(page, "With the edits"))
+    assert "sun" not in "".join(strip_tokens(page, "Without the edits"))
+    assert "sun" in "".join(strip_tokens(page, "With the edits"))
 
 
 def test_both_texts_are_those_of_the_service_and_the_first_difference_is_marked(
@@ -146,7 +146,7 @@ def test_the_layer_and_the_strength_change_in_the_chip(page: "Page", bundled: Ru
     wait_until_ready(page)
     assert edits_of(page) == [edit | {"scale": 1.2}]
     page.get_by_role("button", name="Steer", exact=True).click()  # again: the same texts are no second edit
-    page.locator(".chip", has_text="strength 0.5").wait_for()
+    page.locator(".chip", has_text="strength 0.6").wait_for()
     assert page.locator(".chip").count() == 1
 
 

@@ -7,7 +7,7 @@ import { steeringEdit } from "./steering.js";
 /** @import { Source } from "./steering.js" */
 
 const PAIR = { more: "She was happy", less: "She was sad" };
-const STRENGTH = 0.5;
+const STRENGTH = 0.6;
 
 /**
  * <steer-form>. `prepare({source, layer, hasTexts})`: the layer after which the vector is added, and whether the model
