@@ -15,7 +15,8 @@ import { headPlaces, isMasked } from "./strips.js";
 
 const LABELS = { across: [23, 38], down: [11, 23] }; // lines of the heading, in pixels from its beginning
 const OVER = 44; // pixels by which the name of a branch may be longer than the branch
-const WIDE = 260; // pixels of a layer whose branches have names
+const WIDE = 220; // pixels of a layer whose branches have names
+const GAP = 3; // pixels between names from afar
 const NARROW = 80; // pixels of a layer whose stream has no name
 const LEAST_LABEL = 12; // pixels of a stage that has a label
 const NAME = { near: 9, afar: 6 }; // the line of the names of layers, and how much lower it is from afar
@@ -94,7 +95,8 @@ export function drawLabels(scene, heading, pointed = null) {
     const some = fitting.length > 0 || !isNear || room < LEAST_LABEL ? fitting : sized.slice(-1);
     const [text] = some.flatMap(({ name, half }) => {
       const centre = (start + end) / 2;
-      const wanted = side > 0 ? start + half : side < 0 ? Math.min(centre, end - half) : centre;
+      const wanted =
+        side > 0 ? Math.max(start, free[0] + GAP) + half : side < 0 ? Math.min(centre, end - half) : centre;
       const middle = Math.min(layout.length - half, Math.max(half, wanted));
       const at = free.findIndex((place) => place <= middle - half);
       return at < 0 ? [] : [{ name, middle, at, end: middle + half }];
