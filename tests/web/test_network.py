@@ -809,7 +809,7 @@ def test_each_stage_of_a_layer_is_labelled_in_words(page: "Page", base: str) -> 
     }""")
     zoomed = [each["text"] for each in page.evaluate("window.texts")]
     assert "L0" not in zoomed
-    assert zoomed.count("Attention") == zoomed.count("Feed-forward") > 1  # also where the first layer is out of sight
+    assert min(zoomed.count("Attention"), zoomed.count("Feed-forward")) > 1  # not only in the first layer in sight
 
 
 def test_from_afar_the_layer_under_the_pointer_has_names(page: "Page", base: str) -> None:
