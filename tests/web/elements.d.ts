@@ -65,7 +65,10 @@ declare global {
     >;
     "heat-map": Emits<HeatMap, { cell: Cell | null; choose: Cell }>;
     "matrix-product": Emits<MatrixProduct, { choose: { row: number } }>;
-    "network-canvas": Emits<NetworkCanvas, { choose: { spot: Spot }; point: { spot: Spot | null }; settle: null }>;
+    "network-canvas": Emits<
+      NetworkCanvas,
+      { choose: { spot: Spot; isName: boolean }; point: { spot: Spot | null }; settle: null }
+    >;
     "next-tokens": Emits<NextTokens, { position: { position: number } }>;
     "pattern-grid": Emits<PatternGrid, { choose: Head; point: Head | null; visible: number[] }>;
     "patch-sweep": Emits<PatchSweep, { sweep: { other: string }; add: { edit: Edit } }>;

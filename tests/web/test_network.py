@@ -241,7 +241,7 @@ def test_each_layer_says_what_the_network_would_predict_there(
     best = [layer["positions"][0]["top"][0] for layer in layers]
     begin = texts.index("expects")
     found = texts[begin:]
-    for token in best:
+    for token in best[1:]:  # that before the first layer has no room here, but is in the table
         assert shown(token["text"]) in found
         assert percent(token["probability"]) in found
     deciding = deciding_of(layers)
@@ -253,6 +253,36 @@ def test_each_layer_says_what_the_network_would_predict_there(
     assert [f"{shown(each['text'])} {percent(each['probability'])}" for each in best] == row.locator(
         "td"
     ).all_inner_texts()[-1 - len(best) : -1]
+
+
+@pytest.mark.parametrize("width", [380, 1440])
+def test_what_the_network_would_predict_after_a_layer_ends_where_the_layer_ends(
+    page: "Page", bundled: Running, base: str, width: int
+) -> None:
+    """So the label of the last layer, which is the prediction, stands in the last layer."""
+    page.set_viewport_size({"width": width, "height": 900})
+    texts_of(page, base)
+    ends, labels = page.evaluate("""async () => {
+      const { drawLens } = await import("/page/network/lens_labels.js");
+      const { scene } = document.querySelector("network-canvas");
+      const { layout, plane } = scene;
+      const edges = layout.line.blocks.map(({ first, last }) => [first, last + 1].map((at) => layout.startOf(at)));
+      const before = CanvasRenderingContext2D.prototype.fillText;
+      const labels = [];
+      const [origin] = plane.point(0, 0), [, top] = plane.point(0, 0);
+      CanvasRenderingContext2D.prototype.fillText = (text, x, y) =>
+        labels.push({ text, along: plane.isDown ? y - top : x - origin });
+      drawLens(scene);
+      CanvasRenderingContext2D.prototype.fillText = before;
+      return [edges, labels.filter(({ text }) => text !== "expects")];
+    }""")
+    best = [layer["positions"][0]["top"][0] for layer in lens_of(bundled, -1)][1:]
+    assert len(labels) == 2 * len(best)
+    columns = [[each["text"] for each in labels if start < each["along"] < end] for start, end in ends]
+    assert [shares for _, shares in columns] == [percent(token["probability"]) for token in best]
+    assert columns[-1][0] == shown(best[-1]["text"])
+    predicted = bundled.answer("/forward", prompt=PROMPT, stages=["loss"])["predictions"][-1]["top"][0]
+    assert columns[-1] == [shown(predicted["text"]), percent(predicted["probability"])]
 
 
 def lens_of(service: Running, position: int, **fields: Any) -> list[dict[str, Any]]:
@@ -281,9 +311,7 @@ def test_the_first_picture_does_not_wait_for_the_logit_lens(page: "Page", base: 
     assert page.evaluate("document.querySelector('network-canvas').scene.lens") is not None
 
 
-def test_of_many_layers_as_many_labels_as_fit_are_drawn_with_the_first_the_deciding_and_the_last(
-    page: "Page", base: str
-) -> None:
+def test_of_many_layers_as_many_labels_as_fit_are_drawn_with_the_deciding_and_the_last(page: "Page", base: str) -> None:
     texts_of(page, base)
     found = page.evaluate("""async () => {
       const { drawLens } = await import("/page/network/lens_labels.js");
@@ -300,7 +328,7 @@ def test_of_many_layers_as_many_labels_as_fit_are_drawn_with_the_first_the_decid
       drawLens({ ...scene, layout, lens: { guesses, before: null }, front: Infinity });
       return window.texts.map(({ text }) => text).filter((text) => /^t/.test(text));
     }""")
-    assert {"t0", "t21", "t40"} <= set(found)
+    assert {"t21", "t40"} <= set(found)
     assert 10 < len(found) < 25
 
 
@@ -395,7 +423,8 @@ Card = tuple[str, str, str]  # the heading or title, the sentence, and the answe
 
 def take_tour(page: "Page", base: str, prompt: str) -> list[Card]:
     """The steps of the way of a token."""
-    open_view(page, base, "network", prompt=prompt)
+    with page.expect_response(lambda answer: '"direct"' in (answer.request.post_data or "")):
+        open_view(page, base, "network", prompt=prompt)
     page.get_by_role("button", name="Follow a token").click()
     found = read_lesson(page)
     numbers = [re.fullmatch(r"(\d+) of (\d+) · (.*)", heading) for heading, _, _ in found]
@@ -663,7 +692,7 @@ def test_a_lesson_plays_by_itself_until_the_user_does_something(page: "Page", ba
     assert heading.inner_text() == stopped_at
 
 
-def test_a_lesson_begins_although_the_parts_that_write_the_token_are_not_known_yet(page: "Page", base: str) -> None:
+def test_a_step_shows_the_parts_that_write_the_token_when_they_are_known(page: "Page", base: str) -> None:
     held: list[Route] = []
 
     def hold(route: "Route") -> None:
@@ -674,27 +703,48 @@ def test_a_lesson_begins_although_the_parts_that_write_the_token_are_not_known_y
 
     page.route("**/attribute", hold)
     open_view(page, base, "network", prompt=PROMPT)
+    wait_for(page, lambda: held != [], "the parts are asked for before the question")
     page.get_by_role("button", name="Why?").click()
     card = page.locator("tour-card")
-    card.locator("h3").filter(has_text="Which layer decides").wait_for()
+    card.locator("h3").filter(has_text="Which layer decides").wait_for(timeout=2000)
     wait_until_ready(page)
     assert "would still say" in card.inner_text()
-    assert "to its logit" not in card.inner_text()
+    assert "add the most to its logit: computing…" in card.inner_text()
+    card.locator("summary").click()
+    assert card.locator("details p").inner_text() == "computing…"
     held[0].continue_()
-    page.wait_for_timeout(500)
-    page.get_by_role("button", name="Leave the lesson").click()
-    wait_until_ready(page)
-    page.get_by_role("button", name="Why?").click()
-    card.get_by_text("add the most to its logit").wait_for()
+    card.locator("details p").filter(has_text="Against it").wait_for()  # the answer stays open
+    assert "computing" not in card.inner_text()
+    assert re.search(r"L\d \w+ \(\+.* add the most to its logit", card.inner_text())
     assert len(held) == 1
+
+
+def test_a_click_on_a_name_follows_the_token_and_one_on_attention_only_zooms(page: "Page", base: str) -> None:
+    page.emulate_media(reduced_motion="reduce")
+    open_view(page, base, "network", prompt=PROMPT)
+    canvas = page.locator("network-canvas canvas")
+    gutter, across, band = page.evaluate("""() => {
+      const canvas = document.querySelector("network-canvas");
+      const { layout, line } = canvas.scene;
+      const [along, heading] = canvas.place(0, 0);
+      const bands = line.items.findIndex(({ kind }) => kind === "bands");
+      return [-along, layout.rowStart(1) + layout.rowSize / 2 - heading, layout.startOf(bands) + 20];
+    }""")
+    canvas.click(position={"x": gutter - 20, "y": across})
+    wait_for(page, lambda: "position=1" in page.url, "the second token is followed")
+    wait_until_ready(page)
+    assert "at=" not in page.url
+    across = page.evaluate("document.querySelector('network-canvas').scene.layout.rowStart(3)") + 60
+    canvas.click(position={"x": gutter + band, "y": across})
+    wait_for(page, lambda: "at=L0" in page.url, "the picture zooms")
+    assert "position=1" in page.url
 
 
 def test_the_question_why_is_answered_by_the_last_step(page: "Page", base: str) -> None:
     open_view(page, base, "network", prompt=PROMPT)
     page.get_by_role("button", name="Why?").click()
     page.locator("tour-card h3").filter(has_text="Which layer decides").wait_for()
-    wait_until_ready(page)
-    assert "add the most to its logit" in page.locator("tour-card").inner_text()
+    page.locator("tour-card").get_by_text("add the most to its logit.").wait_for()
 
 
 def test_the_followed_token_is_in_sight_when_the_heading_takes_room(page: "Page", base: str) -> None:
@@ -747,6 +797,15 @@ def test_each_stage_of_a_layer_is_labelled_in_words(page: "Page", base: str) -> 
     ends = ["Tokens", "Attention", "Feed-forward", "Stream", "Next token"]
     assert [overview.count(name) for name in ends] == [1] * 5  # the first layer names them for all
     assert not {"0", "1"} & set(overview)
+    page.evaluate("window.texts = []")
+    page.evaluate("""() => {
+      const canvas = document.querySelector("network-canvas");
+      canvas.move(({ layout }) => layout.zoomAt(1.6, layout.length));
+      return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+    }""")
+    zoomed = [each["text"] for each in page.evaluate("window.texts")]
+    assert "L0" not in zoomed
+    assert min(zoomed.count("Attention"), zoomed.count("Feed-forward")) > 1  # not only in the first layer in sight
 
 
 def test_from_afar_the_layer_under_the_pointer_has_names(page: "Page", base: str) -> None:
@@ -773,10 +832,10 @@ def test_the_wheel_scrolls_the_page_and_zooms_with_ctrl(page: "Page", base: str)
     wait_for(page, lambda: page.evaluate("scrollY") > 0, "the page scrolls")
     zoom = "document.querySelector('network-canvas').scene.layout.zoom"
     assert page.evaluate(zoom) == 1
-    hint.wait_for(state="hidden")
     page.keyboard.down("Control")
     page.mouse.wheel(0, -120)
     wait_for(page, lambda: page.evaluate(zoom) > 1, "the picture zooms")
+    hint.wait_for(state="hidden", timeout=1000)  # it has been understood
     page.keyboard.up("Control")
     page.mouse.wheel(0, -50)
     page.wait_for_timeout(200)

@@ -15,6 +15,8 @@ import { headPlaces, isMasked } from "./strips.js";
 
 const LABELS = { across: [23, 38], down: [11, 23] }; // lines of the heading, in pixels from its beginning
 const OVER = 44; // pixels by which the name of a branch may be longer than the branch
+const WIDE = 220; // pixels of a layer whose branches have names
+const GAP = 3; // pixels between names from afar
 const NARROW = 80; // pixels of a layer whose stream has no name
 const LEAST_LABEL = 12; // pixels of a stage that has a label
 const NAME = { near: 9, afar: 6 }; // the line of the names of layers, and how much lower it is from afar
@@ -59,7 +61,7 @@ export function drawHeadings(scene, { gutter, heading, keys }) {
 }
 
 /**
- * The names of the stages from near, and those of the branches under the pointer from afar. A name that is longer than
+ * The names of the stages from near. From afar, those of the branches of each wide layer, or of one for all. A name that is longer than
  * its stage takes the room of its neighbours, whose names then go to the other line.
  * @param {Scene} scene
  * @param {number} heading
@@ -72,17 +74,10 @@ export function drawLabels(scene, heading, pointed = null) {
   const isNear = layout.detail > 0.5;
   const lines = plane.isDown ? LABELS.down : isNear ? LABELS.across : [AFAR];
   const [from, to] = layout.span;
-  const named = pointed === null ? line.blocks[0]?.layer : pointedLayer(scene)?.layer; // from afar
+  const named = isNear ? [] : pointed === null ? namedLayers(scene) : [pointedLayer(scene)?.layer];
   const places = isNear
     ? line.items.map((item, index) => ({ names: namesOf(item), first: index, last: index, side: 0 }))
-    : line.branches
-        .filter(({ layer }) => layer === named)
-        .map(({ first, last }) => {
-          const isAttention = line.items.slice(first, last + 1).some(({ kind }) => kind === "bands");
-          const names = isAttention ? ["Attention"] : ["Feed-forward network", "Feed-forward", "FFN"];
-          return { names, first, last, side: isAttention ? 1 : -1 };
-        })
-        .concat(streamOf(scene, named));
+    : named.flatMap((layer) => [...branchesOf(scene, layer), ...streamOf(scene, layer)]);
   const free = lines.map(() => (plane.isDown ? LAYER : -Infinity)); // where each line is free
   context.font = `11px ${FONT}`;
   context.textAlign = "center";
@@ -100,7 +95,8 @@ export function drawLabels(scene, heading, pointed = null) {
     const some = fitting.length > 0 || !isNear || room < LEAST_LABEL ? fitting : sized.slice(-1);
     const [text] = some.flatMap(({ name, half }) => {
       const centre = (start + end) / 2;
-      const wanted = side > 0 ? start + half : side < 0 ? Math.min(centre, end - half) : centre;
+      const wanted =
+        side > 0 ? Math.max(start, free[0] + GAP) + half : side < 0 ? Math.min(centre, end - half) : centre;
       const middle = Math.min(layout.length - half, Math.max(half, wanted));
       const at = free.findIndex((place) => place <= middle - half);
       return at < 0 ? [] : [{ name, middle, at, end: middle + half }];
@@ -111,6 +107,30 @@ export function drawLabels(scene, heading, pointed = null) {
     context.fillStyle = pointed === null ? palette.faint : palette.text;
     write(plane, text.name, text.middle, lines[text.at] - heading);
   }
+}
+
+/**
+ * The layers whose branches have names from afar: the wide ones, and else the first in sight.
+ * @param {Scene} scene
+ */
+function namedLayers({ line, layout }) {
+  const seen = line.blocks.filter(({ first }) => layout.startOf(first) >= -1 && layout.startOf(first) < layout.length);
+  const wide = line.blocks.filter(({ first, last }) => layout.startOf(last + 1) - layout.startOf(first) >= WIDE);
+  return (wide.length > 0 ? wide : seen.slice(0, 1)).map(({ layer }) => layer);
+}
+
+/**
+ * @param {Scene} scene
+ * @param {number | undefined} layer
+ */
+function branchesOf({ line }, layer) {
+  return line.branches
+    .filter((branch) => branch.layer === layer)
+    .map(({ first, last }) => {
+      const isAttention = line.items.slice(first, last + 1).some(({ kind }) => kind === "bands");
+      const names = isAttention ? ["Attention"] : ["Feed-forward network", "Feed-forward", "FFN"];
+      return { names, first, last, side: isAttention ? 1 : -1 };
+    });
 }
 
 /**

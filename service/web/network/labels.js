@@ -23,7 +23,7 @@ const THIN = 2;
  * @param {Scene} scene
  */
 export function drawPredictions(scene) {
-  const { plane, layout, line, pass, plain, lens, palette, row: chosen } = scene;
+  const { plane, layout, line, pass, plain, palette, row: chosen } = scene;
   const { context } = plane;
   const index = line.items.length - 1;
   const [start, width] = [layout.startOf(index) + 16, layout.widthOf(index) - 20];
@@ -35,7 +35,7 @@ export function drawPredictions(scene) {
     const top = pass.predictions.get(row) ?? [];
     const before = plain?.predictions.get(row) ?? [];
     const isNear = layout.detail > 0.5;
-    const isNamed = isNear || (row === chosen && lens === null); // else brief: the lane below has the followed one
+    const isNamed = isNear || row === chosen; // else brief
     const lines = top.slice(0, isNamed ? room : 1);
     const begin = layout.rowStart(row) + layout.rowSize / 2 - ((lines.length - 1) * LINE) / 2;
     lines.forEach((token, at) => {

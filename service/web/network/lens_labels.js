@@ -1,4 +1,4 @@
-// What the network would predict after each layer, in the lane below the followed token's row: at the edge of each
+// What the network would predict after each layer, in the lane below the followed token's row: at the end of each
 // layer a token, with a bar as long as its probability.
 
 import { percent, shown } from "../format.js";
@@ -13,7 +13,6 @@ import { decidingOf } from "./lens.js";
 
 const LETTER = 7.4; // pixels
 const WIDTH = { least: 46, percent: 96, most: 150 }; // pixels of a label: `percent` has room for the probability
-const PREDICTIONS = 14; // pixels before the predictions at the end of the network
 const HEIGHT = { down: 34, gap: 4 };
 
 /** @param {Scene} scene */
@@ -37,24 +36,23 @@ export function drawLens(scene) {
 }
 
 /**
- * Where there are labels: at the edge of each layer, or at as many as there is room for. The label of the layer that
- * decides, the last one and the first one have precedence.
+ * Where there are labels: they end where their layer ends, and the first one where the first layer begins. If there is
+ * not room for all, the label of the layer that decides and the last one have precedence.
  * @param {Scene} scene
  * @param {number | null} deciding
  */
 function placesOf({ plane, layout, front }, deciding) {
-  const { blocks, items } = layout.line;
+  const { blocks } = layout.line;
   const edges = [blocks[0].first, ...blocks.map(({ last }) => last + 1)].map((item) => layout.startOf(item));
-  if (layout.detail < 0.5) edges[blocks.length] = layout.startOf(items.length - 1) + PREDICTIONS;
   const spacing = edges[1] - edges[0];
   const room = plane.isDown ? Math.min(HEIGHT.down, spacing - 6) : Math.min(WIDTH.most, spacing - 14);
   const needed = Math.max(room, plane.isDown ? 16 : WIDTH.least) + 4;
-  const order = [deciding ?? 0, blocks.length, 0, ...edges.keys()];
+  const order = [deciding ?? 0, blocks.length, ...edges.keys()];
   /** @type {Place[]} */
   const places = [];
   for (const index of new Set(order)) {
-    const begin = Math.min(edges[index], layout.length - needed);
-    const isSeen = edges[index] >= -1 && edges[index] <= Math.min(front, layout.length + 1);
+    const begin = edges[index] - needed;
+    const isSeen = begin >= -1 && edges[index] <= Math.min(front, layout.length + 1);
     if (!isSeen || places.some((other) => Math.abs(other.begin - begin) < needed)) continue;
     places.push({ begin, index });
   }
@@ -79,7 +77,7 @@ function drawGuess(scene, { begin, index }, room, before) {
   const isDeciding = index === decidingOf(guesses);
   context.fillStyle = palette.path;
   context.globalAlpha = 0.7;
-  if (!plane.isDown) context.fillRect(x - 2, y - HEIGHT.gap, 2, height + HEIGHT.gap);
+  if (!plane.isDown) context.fillRect(x + width, y - HEIGHT.gap, 2, height + HEIGHT.gap);
   context.globalAlpha = isFinal ? 0.34 : 0.2;
   context.fillRect(x, y, Math.max(2, width * (best.probability ?? 0)), height);
   if (isDeciding) {

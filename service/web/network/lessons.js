@@ -23,7 +23,7 @@ import {
   scores,
   tokens,
 } from "./tour_steps.js";
-import { readWriters } from "./writers.js";
+import { writersOf } from "./writers.js";
 
 /**
  * @import { Architecture } from "../answers.js"
@@ -107,11 +107,11 @@ export async function chaptersOf(name, { pass, line, architecture, hasLens, hasW
   const lesson = LESSONS[name];
   if (!lesson) throw new Error(`lesson: there is no lesson “${name}”.`);
   const patterns = line.blocks.map(({ layer }) => patternOf(layer));
-  const [guesses, writers] = await Promise.all([
+  const [guesses] = await Promise.all([
     hasLens ? readGuesses(pass, row, signal) : null,
-    hasWriters ? readWriters(pass, row) : null,
     pass.read(patterns, [row], signal),
   ]);
+  const writers = hasWriters ? writersOf(pass, row) : null;
   const gaze = gazeOf({ pass, line, row, guesses, writers });
   const own = [...pass.stages.keys()].filter((stage) => stage.startsWith(`blocks.${gaze.layer}.`));
   await pass.read(["embed", "pos_embed", "ln_final.out", ...own], [row], signal);

@@ -63,7 +63,8 @@ export class Pointing {
     const wasDown = this.#down.delete(event.pointerId);
     if (!wasDown || this.#moved >= CLICK || event.button !== 0) return;
     const spot = this.#owner.spotAt(event.offsetX, event.offsetY);
-    if (spot) this.#owner.dispatchEvent(new CustomEvent("choose", { detail: { spot } }));
+    const isName = this.#owner.place(event.offsetX, event.offsetY)[0] < 0;
+    if (spot) this.#owner.dispatchEvent(new CustomEvent("choose", { detail: { spot, isName } }));
   }
 
   /** @param {WheelEvent} event */

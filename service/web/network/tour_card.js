@@ -53,7 +53,7 @@ export class TourCard extends HTMLElement {
   show(lesson, steps, index) {
     const { chapter, title, sentence, question, answer } = steps[index];
     const key = JSON.stringify([lesson.title, steps.length, index, sentence, question, answer]);
-    if (key === this.#shown) return; // the answer stays open
+    if (key === this.#shown) return;
     this.#shown = key;
     [this.#index, this.#count] = [index, steps.length];
     this.#title.textContent = `${chapter || `${index + 1} of ${steps.length}`} · ${title}`;
@@ -61,9 +61,9 @@ export class TourCard extends HTMLElement {
     const link = { href: lesson.address, target: "_blank", rel: "noreferrer" };
     this.#source.replaceChildren(el("a", link, lesson.title));
     this.#sentence.textContent = sentence;
+    this.#details.open &&= this.#question.textContent === question; // an answer that changes stays open
     this.#question.textContent = question;
     this.#answer.textContent = answer;
-    this.#details.open = false;
     this.#showDots(steps);
     this.#showButtons();
     if (this.isPlaying) this.#start();

@@ -74,18 +74,23 @@ export function decides({ line, row, pass, guesses, writers }) {
   const end = deciding > 0 && deciding < guesses.length - 1 ? ` In the end, it is ${guessed(last)}.` : "";
   const signed = (/** @type {number} */ share) => `${share >= 0 ? "+" : ""}${number(share)}`;
   const named = (/** @type {{ name: string, share: number }} */ { name, share }) => `${name} (${signed(share)})`;
+  const isComputing = writers === undefined;
   const most = writers?.slice(0, 2).map(named).join(" and ");
+  const parts = isComputing ? " The parts that add the most to its logit: computing…" : "";
   return {
     title: "Which layer decides",
-    sentence: `${from}${end}${writers ? ` ${most} add the most to its logit.` : ""}`,
-    question: writers ? `Which parts write ${best}, and which work against it?` : "What would each layer say?",
+    sentence: `${from}${end}${writers ? ` ${most} add the most to its logit.` : parts}`,
+    question:
+      writers || isComputing ? `Which parts write ${best}, and which work against it?` : "What would each layer say?",
     answer: writers
       ? `The most: ${writers.slice(0, 5).map(named).join(", ")}. Against it: ` +
         `${writers.slice(-2).reverse().map(named).join(", ")}. The shares of all parts add up to the logit ` +
         `${number(pass.predictions.get(row)?.[0].logit)}.`
-      : guesses
-          .map((guess, at) => `${at === 0 ? "before" : "after"} ${placeName(Math.max(0, at - 1))} ${guessed(guess)}`)
-          .join(", "),
+      : isComputing
+        ? "computing…"
+        : guesses
+            .map((guess, at) => `${at === 0 ? "before" : "after"} ${placeName(Math.max(0, at - 1))} ${guessed(guess)}`)
+            .join(", "),
     at: "",
     cell: "",
   };

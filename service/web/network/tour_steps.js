@@ -13,14 +13,14 @@ import { placeName } from "./names.js";
  * @import { Line } from "./items.js"
  * @import { Guess } from "./lens.js"
  * @import { Pass, PassStage } from "./pass.js"
- * @import { Writer } from "./writers.js"
+ * @import { Writers } from "./writers.js"
  *
  * @typedef {{ title: string, sentence: string, question: string, answer: string, at: string, cell: string }} TourStep
  *   `at` and `cell`: the place in the network, as in the address
  * @typedef {{ layer: number | null, head: number, key: number }} Gaze a head, and the token that it attends to the most
  * @typedef {{
  *   pass: Pass, line: Line, architecture: Architecture, row: number, gaze: Gaze, guesses: Guess[] | null,
- *   writers: Writer[] | null,
+ *   writers: Writers,
  * }} Scene `guesses`: what the network would predict after each layer; `writers`: what writes the predicted token
  * @typedef {(scene: Scene) => TourStep | null} StepOf null: this network has no such stage
  */

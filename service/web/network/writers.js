@@ -8,33 +8,36 @@ import { placeName } from "./names.js";
  * @import { Pass } from "./pass.js"
  * @typedef {{ name: string, layer: number, head: number | null, share: number }} Writer `head`: null for a feed-forward
  *   network
+ * @typedef {Writer[] | null | undefined} Writers null: the service refuses; undefined: the answer is not here yet
  */
 
-const PATIENCE_MILLISECONDS = 3000; // the first answer for a large network takes longer: the service copies its weights
-
-/** @type {WeakMap<Pass, Map<number, { writers: Writer[] | null, wait: Promise<unknown> }>>} */
+/** @type {WeakMap<Pass, Map<number, { writers: Writers, reading: Promise<void> }>>} */
 const kept = new WeakMap();
 
 /**
- * The parts that write the most likely token after a position, the largest share first. Null if the service refuses, or
- * does not answer soon: a later call has what arrives meanwhile.
+ * Ask once for the parts that write the most likely token after a position. The first answer takes long for a large
+ * network: the service copies its weights.
  * @param {Pass} pass
  * @param {number} row
- * @returns {Promise<Writer[] | null>}
  */
-export async function readWriters(pass, row) {
+export function readWriters(pass, row) {
   const rows = kept.get(pass) ?? new Map();
   kept.set(pass, rows);
   if (!rows.has(row)) {
-    const entry = { writers: /** @type {Writer[] | null} */ (null), wait: Promise.resolve() };
-    const read = ask(pass, row).then((writers) => void (entry.writers = writers));
-    entry.wait = Promise.race([read, new Promise((done) => setTimeout(done, PATIENCE_MILLISECONDS))]);
+    const entry = { writers: /** @type {Writers} */ (undefined), reading: Promise.resolve() };
+    entry.reading = ask(pass, row).then((writers) => void (entry.writers = writers));
     rows.set(row, entry);
   }
-  const entry = rows.get(row);
-  await entry.wait;
-  return entry.writers;
+  return rows.get(row).reading;
 }
+
+/**
+ * The parts that were read, the largest share first.
+ * @param {Pass} pass
+ * @param {number} row
+ * @returns {Writers}
+ */
+export const writersOf = (pass, row) => kept.get(pass)?.get(row)?.writers;
 
 /**
  * @param {Pass} pass

@@ -21,6 +21,7 @@ import { patternOf, valuesOf } from "../network/bands.js";
 import { Pass } from "../network/pass.js";
 import { tableOf } from "../network/table.js";
 import { nameOf, placeName, stepsOf } from "../network/names.js";
+import { readWriters, writersOf } from "../network/writers.js";
 import { View } from "../view.js";
 import { inWords, ofPrompt, readNamedEdits, withoutNames } from "./edit_words.js";
 import { isOther, isPosition, readPosition } from "./positions.js";
@@ -41,6 +42,7 @@ const ATTENTION = /^blocks\.\d+\.attn\.(scores|attn_scores|pattern)$/; // the st
 const LANE = ", and below it what the network would say after each layer (logit lens)";
 const CTRL = /Mac/.test(navigator.platform) ? "⌘" : "Ctrl"; // the key that makes the wheel zoom
 const HINT_MILLISECONDS = 2500;
+const IDLE_MILLISECONDS = 300; // after which the page reads what only a lesson needs
 const MANY_WEIGHTS = 4e6; // of the patterns in sight; above, only those of the chosen token are read
 const FIRST = /(embed|resid_post|attn\.pattern|attn_out|mlp\.post|mlp\.expert_weights|scale)$/; // what it shows
 
@@ -116,10 +118,13 @@ export default class Network extends View {
     this.#cell.addEventListener("go", ({ detail: { stage: at, row, column } }) =>
       this.context.navigate({ at, position: String(row), cell: String(column) }),
     );
-    this.#picture.addEventListener("choose", ({ detail }) => this.#choose(detail.spot));
+    this.#picture.addEventListener("choose", ({ detail }) => this.#choose(detail.spot, detail.isName));
     this.#picture.addEventListener("point", ({ detail }) => this.#say(detail.spot));
     this.#picture.addEventListener("wheelhint", () => this.#showHint(), { once: true });
-    this.#picture.addEventListener("settle", () => this.#fill().catch(this.context.report));
+    this.#picture.addEventListener("settle", () => {
+      if (this.#picture.scene && this.#picture.scene.layout.zoom > 1) this.#hint.hidden = true;
+      this.#fill().catch(this.context.report);
+    });
     this.#picture.canvas.addEventListener("keydown", (event) => this.#press(event));
   }
 
@@ -163,6 +168,8 @@ export default class Network extends View {
     this.#showLegend(state);
     this.#say(null);
     this.#table.refresh();
+    if (this.#hasWriters(state))
+      setTimeout(() => !signal.aborted && readWriters(pass, row).catch(this.context.report), IDLE_MILLISECONDS);
     return undefined;
   }
 
@@ -224,8 +231,8 @@ export default class Network extends View {
    */
   #chapters(lesson, row, signal) {
     const architecture = architectureOf(this.context.service, this.#state?.model ?? null);
-    const hasLens = this.#hasLens({ model: this.#state?.model ?? null });
-    const hasWriters = hasLens && this.context.service.model?.capabilities.direct_attribution === true;
+    const state = { model: this.#state?.model ?? null };
+    const [hasLens, hasWriters] = [this.#hasLens(state), this.#hasWriters(state)];
     return chaptersOf(lesson, { ...this.#parts(), architecture, hasLens, hasWriters }, row, signal);
   }
 
@@ -234,14 +241,39 @@ export default class Network extends View {
    * @param {number} row
    * @param {AbortSignal} signal
    */
-  async #showLesson({ lesson, step, at }, row, signal) {
+  async #showLesson(state, row, signal) {
+    const { lesson, step, at, cell } = state;
+    const { pass } = this.#parts();
     this.#answer.hidden = step !== "";
     this.#lessons.hidden = step !== "" || at !== "";
     this.#articles.value = "";
     if (step === "") return this.#card.stop();
     const steps = await this.#chapters(lesson, row, signal);
     if (signal.aborted) return undefined;
-    return this.#card.show(/** @type {Lesson} */ (LESSONS[lesson]), steps, readIndex(step, "step", steps.length));
+    const index = readIndex(step, "step", steps.length);
+    this.#card.show(/** @type {Lesson} */ (LESSONS[lesson]), steps, index);
+    if (this.#hasWriters(state) && writersOf(pass, row) === undefined) {
+      const isHere = steps[index].at === at && steps[index].cell === cell; // the user has not moved away
+      const again = () => this.#renewStep(state, row, signal, isHere);
+      readWriters(pass, row).then(again).catch(this.context.report);
+    }
+    return undefined;
+  }
+
+  /**
+   * Show a step again, now that the page knows which parts write the token: the step may be at another head.
+   * @param {State} state
+   * @param {number} row
+   * @param {AbortSignal} signal
+   * @param {boolean} isHere whether the picture shows the place of the step
+   */
+  async #renewStep(state, row, signal, isHere) {
+    if (signal.aborted) return;
+    const { at, cell } = (await this.#chapters(state.lesson, row, signal))[Number(state.step)];
+    if (signal.aborted) return;
+    if (isHere && (at !== state.at || cell !== state.cell))
+      await this.context.navigate({ at, cell }, { replace: true });
+    else await this.#showLesson(state, row, signal);
   }
 
   /**
@@ -251,6 +283,14 @@ export default class Network extends View {
   #hasLens({ model }) {
     const { service } = this.context;
     return !isWorkedExample(service, model) && service.model?.capabilities.attribution === true;
+  }
+
+  /**
+   * Whether the service says which parts write a token.
+   * @param {Pick<State, "model">} state
+   */
+  #hasWriters(state) {
+    return this.#hasLens(state) && this.context.service.model?.capabilities.direct_attribution === true;
   }
 
   /** What the lens says of a token, as far as it is here. @param {number} row */
@@ -416,12 +456,17 @@ export default class Network extends View {
     if (hasRead && pass === this.#picture.scene?.pass) this.#picture.redraw();
   }
 
-  /** @param {Spot} spot */
-  #choose({ item, row, column }) {
+  /**
+   * A click on the name of a token follows it, and one on attention, whose bands lead across rows, only zooms.
+   * @param {Spot} spot
+   * @param {boolean} isName
+   */
+  #choose({ item, row, column }, isName) {
+    if (isName) return this.context.navigate({ position: String(row) });
     const { line, pass } = this.#parts();
     const state = /** @type {State} */ (this.#state);
     const { name, kind, layer } = line.items[item];
-    const position = String(row);
+    const position = kind === "bands" ? state.position : String(row);
     const best = pass.predictions.get(row)?.[0]?.id;
     if (kind === PREDICTIONS) return this.context.navigate({ at: PREDICTIONS, position, cell: String(best ?? 0) });
     const stage = kind === "bands" ? patternOf(/** @type {number} */ (layer)) : name;
