@@ -210,8 +210,11 @@ def wait_until_ready(page: "Page") -> None:
 def wait_until_settled(page: "Page") -> str:
     """Wait until the page is complete or shows an error, and return which: "ready" or "error"."""
     # Not `wait_for_function`, whose texts of scripts the Content-Security-Policy forbids.
-    page.locator("body[data-state]:not([data-state=busy])").wait_for()
-    return str(page.evaluate("document.body.dataset.state"))
+    state = "busy"
+    while state == "busy":  # again, if a lesson has moved on meanwhile
+        page.locator("body[data-state]:not([data-state=busy])").wait_for()
+        state = str(page.evaluate("document.body.dataset.state"))
+    return state
 
 
 def wait_for(page: "Page", condition: Callable[[], bool], description: str) -> None:
