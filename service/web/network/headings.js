@@ -61,8 +61,8 @@ export function drawHeadings(scene, { gutter, heading, keys }) {
 }
 
 /**
- * The names of the stages from near. From afar, those of the branches of each wide layer, or of one for all. A name that
- * is longer than its stage takes the room of its neighbours, whose names then go to the other line.
+ * The names of the stages from near. From afar, those of the branches of each wide layer, or of one for all. A name
+ * that is longer than its stage takes the room of its neighbours, whose names then go to the other line.
  * @param {Scene} scene
  * @param {number} heading
  * @param {number | null} [pointed] the item under the pointer: its name alone is drawn, stronger; from afar, the names

@@ -27,9 +27,9 @@ const SETTLE_MILLISECONDS = 140;
 const NEAR = 0.3; // of the detail of the layout
 
 /**
- * Events: "choose" with detail {spot, isName}, `isName`: a click on the name of a token; "point" with {spot} (or null);
- * "settle" when what is in sight has changed; "out" when the user wants to see more of the network; "wheelhint" when the
- * wheel turns and does not zoom.
+ * Events: "choose" with detail {spot, isName}, `isName`: a click on the name of a token; "point" with {spot} (or
+ * null); "settle" when what is in sight has changed; "out" when the user wants to see more of the network; "wheelhint"
+ * when the wheel turns and does not zoom.
  */
 export class NetworkCanvas extends HTMLElement {
   #canvas = el("canvas", { tabindex: "0", role: "img" });
