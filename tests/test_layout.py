@@ -186,3 +186,27 @@ def test_no_line_of_the_page_is_longer_than_120_characters() -> None:
     for path in sorted(files):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             assert len(line) <= 120, f"{path.relative_to(ROOT)}:{number} has {len(line)} characters"
+
+
+def page_imports(module: Path) -> set[Path]:
+    """A module of the page, and all that the browser loads before it runs: what it imports, and so on."""
+    found, left = {module}, [module]
+    while left:
+        current = left.pop()
+        code = re.sub(r"/\*.*?\*/", "", current.read_text(), flags=re.DOTALL)
+        imported = {
+            (current.parent / name).resolve()
+            for name in re.findall(r'^(?:import|export|\}).*?"(\.[^"]+)";$', code, re.MULTILINE)
+        }
+        left += imported - found
+        found |= imported
+    return found
+
+
+def test_the_page_preloads_what_its_first_view_needs() -> None:
+    """Otherwise the browser learns of each module only when it has read the one that imports it."""
+    web = ROOT / "service" / "web"
+    needed = page_imports(web / "page.js") | page_imports(web / "views" / "network.js")
+    expected = sorted(f"page/{module.relative_to(web).as_posix()}" for module in needed - {web / "page.js"})
+    found = re.findall(r'<link rel="modulepreload" href="([^"]+)" />', (web / "index.html").read_text())
+    assert sorted(found) == expected

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from model.engine.request import Output, Request
-from model.engine.scheduler import ScheduledSequence
 from model.engine.sequence import SequenceState
 from model.engine.step_batch import StepSequence
+from model.engine.step_plan import ScheduledSequence
 from model.engine.step_tracer import StepTracer
 from model.network.transformer import Transformer
 from model.text.constraint import GrammarState

@@ -24,10 +24,10 @@ from model.engine.attention.step_context import StepContext, choose_attention
 from model.engine.cache import PagedCache
 from model.engine.draft_cache import DraftCache
 from model.engine.prompt_lookup import MAX_DRAFT
-from model.engine.scheduler import ScheduledSequence
 from model.engine.sequence import SequenceState
 from model.engine.step_graph import ForwardResult
 from model.engine.step_graphs import StepGraphs
+from model.engine.step_plan import ScheduledSequence
 from model.network.transformer import Transformer
 from model.ops.interface import Argmax
 from model.text.constraint import GrammarState, token_masks

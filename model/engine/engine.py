@@ -18,10 +18,11 @@ from model.engine.prefix_store import PrefixStore, StoreCounts
 from model.engine.prompt_lookup import PromptLookup
 from model.engine.request import Output, Request, Step
 from model.engine.runner import Runner
-from model.engine.scheduler import Scheduler, StepPlan
+from model.engine.scheduler import Scheduler
 from model.engine.sequence import SequenceState
 from model.engine.step_batch import StepSequence, choose_tokens
 from model.engine.step_graphs import TOKENS_MULTIPLE
+from model.engine.step_plan import StepPlan
 from model.engine.tensor_parallel.leading_network import LeadingNetwork
 from model.errors import ContextOverflow, InvalidField, join_names, shortened
 from model.network.adapters import Adapter
@@ -370,8 +371,8 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_prefix_queries=scheduler.num_prefix_queries,
             num_prefix_hits=scheduler.num_prefix_hits,
-            num_drafted=scheduler.num_drafted,
-            num_accepted=scheduler.num_accepted,
+            num_drafted=scheduler.drafts.num_drafted,
+            num_accepted=scheduler.drafts.num_accepted,
             stored_prefixes=StoreCounts() if self._store is None else self._store.counts(),
         )
 

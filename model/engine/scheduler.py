@@ -7,8 +7,8 @@ half of the budget, so that a short request has its first token soon after a lon
 blocks, one sequence gives up its blocks and is computed again later: the youngest one of the owner with the most
 running ones.
 
-Edits and traces have a separate budget, in seconds. Sequences with edits or traces take turns, owner by owner. While
-sequences without them run, edits and traces get only a share of the time of all steps: that of their owners among all.
+Edits and traces have a separate budget, in seconds (extra_time.py). Sequences with edits or traces take turns, owner by
+owner. Drafts (draft_planner.py) are added to steps that only decode.
 
 Places (at most `max_sequences` sequences run at a time) and blocks are divided among owners, not among sequences. A
 free place goes to the owner with the fewest running sequences, for its oldest waiting sequence. If an owner waits, and
@@ -17,71 +17,19 @@ has a place as long as there are no more owners than places. Beside other owners
 for owners without any: a new owner then finds a free place, and no tokens have to be computed again.
 """
 
-import math
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from copy import copy
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-from model.engine.acceptance import Acceptance
 from model.engine.block_pool import BlockPool
+from model.engine.draft_planner import DraftPlanner
+from model.engine.extra_time import ExtraTime
 from model.engine.prefix_store import PrefixLoad, PrefixStore
-from model.engine.prompt_lookup import MAX_DRAFT
-from model.engine.sequence import ExtraCost, SequenceState
+from model.engine.sequence import SequenceState
 from model.engine.step_budget import EFFICIENT_TOKENS, MIN_TOKENS, StepBudget
+from model.engine.step_plan import ScheduledSequence, StepPlan
 from model.errors import InvalidField
-
-EXTRA_BESIDE_OTHERS, EXTRA_ALONE = 0.02, 0.04  # seconds that edits and traces may add to a step
-MIN_EXTRA_SHARE, MAX_EXTRA_SHARE = 0.05, 0.3  # of the time of all steps, while sequences run that have neither
-MAX_DRAFTED_EXTRA = 0.1  # of the time of a step: more for each token, and a network drafts none of a sequence
-MAX_DEBT = 0.1  # seconds that edits and traces may have taken beyond their share
-
-
-class ScheduledSequence:
-    """The tokens of one sequence that one step computes: `new_tokens` from position `start` on.
-
-    The last `len(draft)` of them are drafted. `num_sampled` says how many tokens the step chooses: one after the newest
-    token of the sequence, and one after each drafted token; 0 if the step does not reach the newest token.
-    """
-
-    __slots__ = ("draft", "new_tokens", "num_new", "num_sampled", "sequence", "start")
-
-    def __init__(self, sequence: SequenceState, num_new: int, draft: Sequence[int] = ()) -> None:
-        self.sequence = sequence
-        self.draft = draft
-        self.start = sequence.num_computed
-        end = self.start + num_new
-        self.new_tokens = [*sequence.tokens[self.start : end], *draft]
-        self.num_new = len(self.new_tokens)
-        self.num_sampled = 1 + len(draft) if end == len(sequence.tokens) else 0
-
-    def set_draft(self, draft: Sequence[int]) -> None:
-        """Replace the draft by another one, which is not longer."""
-        self.new_tokens[self.num_new - len(self.draft) :] = draft
-        self.draft = draft
-        self.num_new, self.num_sampled = len(self.new_tokens), 1 + len(draft)
-
-    def single_tokens(self) -> "list[ScheduledSequence]":
-        """The newest token and each drafted one, as if each were computed in a step of its own."""
-        parts = []
-        for index, token_id in enumerate(self.new_tokens):
-            part = copy(self)
-            part.draft, part.new_tokens, part.num_new, part.num_sampled = (), [token_id], 1, 1
-            part.start = self.start + index
-            parts.append(part)
-        return parts
-
-    @property
-    def reaches_newest_token(self) -> bool:
-        """Whether all tokens of the sequence are computed after the step, so that the next one can be chosen."""
-        return self.num_sampled > 0
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether only the newest token has to be computed (and a draft). Also true for the last token of a prompt."""
-        return self.num_sampled == self.num_new
 
 
 class _Turn(NamedTuple):
@@ -102,32 +50,6 @@ def _turns_of(sequences: Iterable[SequenceState], num_before: Counter[Hashable])
         turns.append(_Turn(num_before[sequence.owner], sequence))
         num_before[sequence.owner] += 1
     return turns
-
-
-def _cost_of(extra_cost: Callable[[int, int], ExtraCost], scheduled: ScheduledSequence) -> ExtraCost:
-    """The cost of a scheduled sequence. With a draft, each token is traced as if it were decoded alone."""
-    if not scheduled.draft:
-        return extra_cost(scheduled.start, scheduled.num_new)
-    costs = [extra_cost(scheduled.start + index, 1) for index in range(scheduled.num_new)]
-    return ExtraCost(sum(cost.usual for cost in costs), sum(cost.most for cost in costs))
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """One step. The blocks for all its tokens are allocated.
-
-    `unwritten_blocks` are the last new block of each sequence. Attention may read such a block before it is full, while
-    it still holds values of other sequences. The earlier blocks of the sequence are full by then. Unless it is 0, all
-    drafts have `num_network_drafts` tokens, which a draft network has to replace, by as many or fewer.
-    """
-
-    sequences: list[ScheduledSequence]
-    unwritten_blocks: list[int]
-    num_network_drafts: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(scheduled.num_new for scheduled in self.sequences)
 
 
 class Scheduler:
@@ -160,20 +82,16 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prefix_queries = 0  # counted in tokens, as vLLM does
         self.num_prefix_hits = 0
-        self.num_drafted = 0
-        self.num_accepted = 0
         self._max_sequences = max_sequences
         self._max_tokens = max_tokens
         self._batch_invariant = batch_invariant
         self._step_multiple = 1
         self._budget = StepBudget(max_stretch, target_seconds)
-        self._network_acceptance = Acceptance(0.8, history_weight=0.95)  # of the drafts of a network
+        self._extra_time = ExtraTime(self._budget)
+        self.drafts = DraftPlanner(self._budget, self._extra_time, max_tokens, self._reserve)
         self._store = store
         self._num_steps = 0
         self._unwritten_blocks: list[int] = []  # of the step that is being planned
-        self._extra_left = 0.0  # seconds of edits and traces that the step may still have
-        self._credit = 0.0  # seconds that edits and traces may take of the time of all steps; negative: they took more
-        self._last_seconds = 0.0  # of the last step
         self._num_sequences: Counter[Hashable] = Counter()  # of each owner, waiting or running
         self._num_groups = 0  # owners with several sequences; without any, the oldest sequence comes first
 
@@ -230,10 +148,10 @@ class Scheduler:
         planned = [ScheduledSequence(sequence, 1) for sequence in decoding if sequence.blocks]  # not preempted since
         self._add_prompts(planned, allowances)
         if drafts and all(each.is_decoding for each in planned):
-            planned = self._with_drafts(planned)
+            planned = self.drafts.from_lookup(planned)
         num_network_drafts = 0
         if network_drafts and all(each.is_decoding and not each.draft for each in planned):
-            planned, num_network_drafts = self._with_network_drafts(planned)
+            planned, num_network_drafts = self.drafts.for_network(planned)
         for scheduled in planned:
             scheduled.sequence.last_step = self._num_steps
         return StepPlan(planned, self._unwritten_blocks, num_network_drafts)
@@ -262,15 +180,13 @@ class Scheduler:
         which is faster. The new tokens have been appended to the sequences. Drafted tokens that differ from them do not
         count as computed.
         """
-        extra_seconds = 0.0
         for scheduled in plan.sequences:
             sequence = scheduled.sequence
             before = sequence.num_computed
             sequence.num_computed = min(scheduled.start + scheduled.num_new, len(sequence.tokens) - 1)
             sequence.num_draft_computed = min(sequence.num_draft_computed, sequence.num_computed)
             if scheduled.draft:
-                by_network = plan.num_network_drafts > 0
-                self._account_for_draft(scheduled, sequence.num_computed - before - 1, by_network=by_network)
+                self.drafts.observe(plan, scheduled, num_right=sequence.num_computed - before - 1)
             if scheduled.draft or plan.num_network_drafts:
                 self._release_surplus(sequence)
             if sequence.shares_prefix:
@@ -279,34 +195,17 @@ class Scheduler:
                     self.pool.register(sequence.blocks[index], sequence.block_hash(index, size))
                     if self._store is not None:
                         self._store.note_use(sequence.blocks[index])
-            sequence.was_replayed = replayed or recorded
-            if sequence.extra_cost is not None and not replayed:  # it took more than the usual time
-                cost = _cost_of(sequence.extra_cost, scheduled)
-                self._credit -= cost.most - cost.usual
-                extra_seconds += cost.most
-        decodes = all(each.is_decoding for each in plan.sequences)
-        if extra_seconds and decodes:
-            # Without edits and traces, the step would have been replayed.
-            delay = seconds - self._budget.replayed_seconds(plan.num_tokens, default=seconds) - extra_seconds
-            self._credit = max(self._credit - max(delay, 0.0), -MAX_DEBT)
-        self._last_seconds = 0.0 if recorded else drafting_seconds + seconds
+        self._extra_time.complete(
+            plan, seconds, recorded=recorded, replayed=replayed, drafting_seconds=drafting_seconds
+        )
         if not recorded:
+            decodes = all(each.is_decoding for each in plan.sequences)
             self._budget.observe(plan.num_tokens, seconds, replayed=replayed and decodes)
 
     def forget(self, plan: StepPlan) -> None:
         """Make sure that the blocks of a failed step are not reused as computed prefixes."""
         for scheduled in plan.sequences:
             self.pool.forget(scheduled.sequence.blocks)
-
-    def _account_for_draft(self, scheduled: ScheduledSequence, num_right: int, *, by_network: bool) -> None:
-        """Count the accepted tokens."""
-        sequence = scheduled.sequence
-        if by_network:
-            self._network_acceptance.observe(len(scheduled.draft), num_right)
-        elif sequence.lookup is not None:
-            sequence.lookup.acceptance.observe(len(scheduled.draft), num_right)
-        self.num_drafted += len(scheduled.draft)
-        self.num_accepted += num_right
 
     def _release_surplus(self, sequence: SequenceState) -> None:
         """Release the blocks that only rejected tokens needed."""
@@ -321,14 +220,12 @@ class Scheduler:
         """
         runs_plain = any(sequence.extra_cost is None for sequence in self.running)
         is_alone = not runs_plain and all(sequence.extra_cost is not None for sequence in self.waiting)
-        self._extra_left = EXTRA_ALONE if is_alone else EXTRA_BESIDE_OTHERS
         costly = [each for each in self.running if each.extra_cost is not None and each.load is None]
         share = len({sequence.owner for sequence in costly}) / max(len(self._num_sequences), 1)
-        earned = min(max(share, MIN_EXTRA_SHARE), MAX_EXTRA_SHARE) * self._last_seconds
-        self._credit = min(self._credit + earned, self._extra_left) if runs_plain else self._extra_left
+        self._extra_time.begin_step(runs_plain=runs_plain, is_alone=is_alone, share=share)
         self._num_steps += 1
         return {
-            sequence: self._take_extra_time(sequence, min(sequence.num_missing, self._max_tokens))
+            sequence: self._extra_time.take(sequence, min(sequence.num_missing, self._max_tokens))
             for sequence in self._in_turns_of_owners(costly)
         }
 
@@ -356,132 +253,6 @@ class Scheduler:
             num_before[sequence.owner] += 1
         return [sequence for *_, sequence in sorted(turns)]
 
-    def _take_extra_time(self, sequence: SequenceState, most: int) -> int:
-        """Decide how many of the next `most` tokens fit into the time for edits and traces; 0 if no time is left.
-
-        A sequence that gets any time gets at least twice the cost of its first token. So a prompt ends soon, even if
-        its edits and traces cost much per step and little per token.
-        """
-        if sequence.extra_cost is None:
-            return most
-        for_one, for_most = (sequence.extra_cost(sequence.num_computed, number).most for number in (1, most))
-        if not for_most:
-            return most
-        if self._credit <= 0 or self._extra_left < min(for_one, EXTRA_BESIDE_OTHERS):
-            return 0
-        room = max(self._extra_left, 2 * for_one)
-        num_new = most if for_most <= room else 1 + int((most - 1) * (room - for_one) / (for_most - for_one))
-        cost = sequence.extra_cost(sequence.num_computed, num_new)
-        self._extra_left -= cost.most
-        self._credit -= cost.usual
-        return num_new
-
-    def _with_drafts(self, decoding: list[ScheduledSequence]) -> list[ScheduledSequence]:
-        """Add drafts as long as there is room in the cache, and in a step of at most `MAX_DRAFT` + 1 tokens."""
-        room = min(MAX_DRAFT + 1, self._max_tokens) - len(decoding)
-        min_acceptance = self._budget.min_acceptance(len(decoding))
-        result = []
-        for index, scheduled in enumerate(decoding):
-            sequence, fair_share = scheduled.sequence, -(-room // (len(decoding) - index))
-            draft: list[int] = []
-            if sequence.lookup is not None and fair_share > 0:
-                most, acceptance = fair_share, min_acceptance
-                if sequence.extra_cost is not None:
-                    with_extra = min_acceptance + self._extra_share(sequence, len(decoding))
-                    acceptance = max(min_acceptance, min(with_extra, 1.0))
-                    most = min(most, self._most_extra([sequence]))
-                num_short = sequence.short_length - len(sequence.tokens)  # drafts must not need other keys
-                most = min(most, num_short) if num_short >= 0 else most
-                draft = sequence.lookup.draft(sequence.tokens, most, acceptance)
-                num_more = self._blocks_for(len(sequence.tokens) + len(draft)) - len(sequence.blocks)
-                if num_more > self.pool.num_free:
-                    draft = []
-                else:
-                    self._extend(sequence, num_more)
-            room -= len(draft)
-            if draft and sequence.extra_cost is not None:
-                self._charge_draft(sequence, len(draft))
-            result.append(ScheduledSequence(sequence, 1, draft) if draft else scheduled)
-        return result
-
-    def _with_network_drafts(self, decoding: list[ScheduledSequence]) -> tuple[list[ScheduledSequence], int]:
-        """Add room for drafts of a network, all of the length that is fastest. Returns the length, too; 0 for none.
-
-        Edits and traces that leave no time for drafts do not shorten the drafts of sequences without them.
-        """
-        able = [
-            each.sequence
-            for each in decoding
-            if each.sequence.lookup is not None and self._extra_share(each.sequence, len(decoding)) <= MAX_DRAFTED_EXTRA
-        ]
-        if not able:
-            return decoding, 0
-        most = min(MAX_DRAFT, (self._max_tokens - len(decoding)) // len(able))
-        for sequence in able:
-            assert sequence.lookup is not None
-            most = min(most, sequence.lookup.max_length - len(sequence.tokens) - 1)  # the step itself adds one token
-            if (num_short := sequence.short_length - len(sequence.tokens)) >= 0:
-                most = min(most, num_short)  # drafts must not need other keys
-        all_costly = all(map(self._extra_seconds, able))
-        if all_costly:
-            most = min(most, self._most_extra(able))
-        acceptance = self._network_acceptance.probability
-        length = self._budget.network_draft(len(decoding), len(able), acceptance, most)
-        drafting = able if all_costly else self._fitting(able, length)
-        if len(drafting) < len(able):
-            length = self._budget.network_draft(len(decoding), len(drafting), acceptance, length)
-        lacking = [self._blocks_for(len(each.tokens) + length) - len(each.blocks) for each in drafting]
-        if length <= 0 or sum(lacking) > self.pool.num_free:
-            if most > 0:
-                self._network_acceptance.forget_wrong()
-            return decoding, 0
-        for sequence, num_more in zip(drafting, lacking, strict=True):
-            self._extend(sequence, num_more)
-            self._charge_draft(sequence, length)
-        chosen = set(drafting)
-        return [
-            ScheduledSequence(each.sequence, 1, [0] * length) if each.sequence in chosen else each for each in decoding
-        ], length
-
-    def _charge_draft(self, sequence: SequenceState, length: int) -> None:
-        """Take the time of the edits and traces of drafted tokens from that of all requests with any."""
-        if sequence.extra_cost is not None:
-            self._credit -= length * sequence.extra_cost(sequence.num_computed, 1).usual
-            self._extra_left -= length * self._extra_seconds(sequence)
-
-    def _most_extra(self, sequences: Sequence[SequenceState]) -> int:
-        """The number of drafted tokens of each sequence whose edits and traces fit into the step; at most MAX_DRAFT."""
-        seconds = sum(map(self._extra_seconds, sequences))
-        return int(min(self._extra_left / seconds, MAX_DRAFT)) if seconds else MAX_DRAFT
-
-    def _fitting(self, sequences: Sequence[SequenceState], length: int) -> list[SequenceState]:
-        """Those sequences for which the edits and traces of `length` drafted tokens fit into the step together."""
-        left, fitting = max(self._extra_left, 0.0), []
-        for sequence in sequences:
-            seconds = length * self._extra_seconds(sequence)
-            if seconds <= left:
-                left -= seconds
-                fitting.append(sequence)
-        return fitting
-
-    def _extra_seconds(self, sequence: SequenceState) -> float:
-        """The time that edits and traces add for one more token of a sequence.
-
-        Unless its last step was recorded or replayed, its next one may not be, either.
-        """
-        if sequence.extra_cost is None:
-            return 0.0
-        cost = sequence.extra_cost(sequence.num_computed, 1)
-        return cost.usual if sequence.was_replayed else cost.most
-
-    def _extra_share(self, sequence: SequenceState, num_decoding: int) -> float:
-        """The time that edits and traces add for one more token of a sequence, over that of a step without them."""
-        extra = self._extra_seconds(sequence)
-        if not extra:
-            return 0.0
-        seconds = self._budget.replayed_seconds(num_decoding, default=self._last_seconds)
-        return extra / seconds if seconds > 0 else math.inf
-
     def _add_prompts(self, planned: list[ScheduledSequence], allowances: dict[SequenceState, int]) -> None:
         """Add tokens of prompts to the decoding sequences of a step.
 
@@ -497,7 +268,7 @@ class Scheduler:
         can_admit = oldest in self.running or self._admit(oldest)  # nothing overtakes a sequence that finds no room
         if oldest in self.running and oldest.load is None:
             if oldest not in allowances:
-                allowances[oldest] = self._take_extra_time(oldest, min(total, oldest.num_missing))
+                allowances[oldest] = self._extra_time.take(oldest, min(total, oldest.num_missing))
             reserved = min(total // 2, oldest.num_missing, allowances[oldest])
         for number, sequence in queue:
             if sequence is oldest:
@@ -517,7 +288,7 @@ class Scheduler:
             if sequence in allowances:
                 num_new = min(most, allowances[sequence])
             else:
-                num_new = self._take_extra_time(sequence, most)
+                num_new = self._extra_time.take(sequence, most)
             if num_new:
                 planned.append(ScheduledSequence(sequence, num_new))
                 token_budget -= num_new
@@ -641,6 +412,15 @@ class Scheduler:
         sequence.begin_anew()
         insort(self.waiting, sequence, key=lambda s: s.order)
         self.num_preemptions += 1
+
+    def _reserve(self, sequences: Sequence[SequenceState], num_drafted: int) -> bool:
+        """Provide blocks for drafted tokens of each sequence, or for none if too few are free."""
+        lacking = [self._blocks_for(len(each.tokens) + num_drafted) - len(each.blocks) for each in sequences]
+        if sum(lacking) > self.pool.num_free:
+            return False
+        for sequence, num_more in zip(sequences, lacking, strict=True):
+            self._extend(sequence, num_more)
+        return True
 
     def _extend(self, sequence: SequenceState, num_more: int) -> None:
         for _ in range(num_more):

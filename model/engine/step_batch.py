@@ -11,7 +11,7 @@ from torch import Tensor
 from model.engine.prompt_lookup import accept_draft
 from model.engine.recorded_trace import RecordedTrace
 from model.engine.request import Request
-from model.engine.scheduler import ScheduledSequence
+from model.engine.step_plan import ScheduledSequence
 from model.engine.step_tracer import StepTracer
 from model.ops.interface import Argmax, Backend
 from model.text.constraint import GrammarState, token_masks

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model.engine.logit_lens import LensLayer, LensLogits
 from model.engine.recorded_trace import RecordedTrace, StageCopy
-from model.engine.scheduler import ScheduledSequence
+from model.engine.step_plan import ScheduledSequence
 from model.engine.trace_params import StepTraceKind, TraceParams
 from model.network.transformer import Transformer
 from model.text.sampling import ConstraintEffect

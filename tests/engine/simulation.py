@@ -11,9 +11,11 @@ from functools import partial
 from itertools import pairwise
 
 from model.engine.block_pool import BlockPool
+from model.engine.extra_time import EXTRA_ALONE, EXTRA_BESIDE_OTHERS
 from model.engine.prompt_lookup import PromptLookup
-from model.engine.scheduler import EXTRA_ALONE, EXTRA_BESIDE_OTHERS, ScheduledSequence, Scheduler, StepPlan
+from model.engine.scheduler import Scheduler
 from model.engine.sequence import ExtraCost, SequenceState
+from model.engine.step_plan import ScheduledSequence, StepPlan
 
 Cost = Callable[[int], float]  # number of tokens in a step -> seconds that the step takes
 

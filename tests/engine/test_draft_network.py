@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from model.engine.engine import Engine
+from model.engine.extra_time import ExtraTime
 from model.engine.request import Request
-from model.engine.scheduler import Scheduler
 from model.engine.step_budget import StepBudget
 from model.network.transformer import Transformer
 from model.tracing.edits import EditCondition
@@ -23,7 +23,7 @@ def drafts_have_a_length_that_does_not_depend_on_measured_times(monkeypatch: pyt
     monkeypatch.setattr(
         StepBudget, "network_draft", lambda self, decoding, drafting, acceptance, most: min(LENGTH, most)
     )
-    monkeypatch.setattr(Scheduler, "_extra_share", lambda self, sequence, num_decoding: 0.0)
+    monkeypatch.setattr(ExtraTime, "share_of_token", lambda self, sequence, num_decoding: 0.0)
 
 
 def network_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from model.analysis.edit_sources import compute_sources, edited_pass
 from model.engine.engine import Engine
+from model.engine.extra_time import ExtraTime
 from model.engine.request import Request
-from model.engine.scheduler import Scheduler
 from model.engine.step_budget import StepBudget
 from model.engine.step_graphs import Customization
 from model.engine.trace_params import TraceParams
@@ -245,7 +245,7 @@ def test_preemption_changes_no_bit_of_an_edited_request(name: str) -> None:
 @pytest.mark.parametrize("name", ["one step of many", "since a probe holds", "since a token", "noise", "several"])
 def test_drafts_change_no_bit_of_an_edited_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepBudget, "min_acceptance", lambda self, num_decoding: 0.05)
-    monkeypatch.setattr(Scheduler, "_extra_share", lambda self, sequence, num_decoding: 0.0)
+    monkeypatch.setattr(ExtraTime, "share_of_token", lambda self, sequence, num_decoding: 0.0)
     model = served("llama")
     repeated = prompt(4) * 4
     params: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24}

@@ -16,12 +16,14 @@ from model.engine import draft_network, step_graphs
 from model.engine.cache import PagedCache
 from model.engine.draft_cache import DraftCache
 from model.engine.draft_network import Draft, DraftNetwork
+from model.engine.draft_planner import DraftPlanner
 from model.engine.engine import Engine
+from model.engine.extra_time import ExtraTime
 from model.engine.request import Request
-from model.engine.scheduler import ScheduledSequence, Scheduler
 from model.engine.sequence import SequenceState
 from model.engine.step_budget import StepBudget
 from model.engine.step_graphs import StepGraphs
+from model.engine.step_plan import ScheduledSequence, StepPlan
 from model.network.transformer import Transformer
 from model.text.grammar.grammars import Grammars
 from model.text.tokenizer import Tokenizer
@@ -43,7 +45,7 @@ def drafts_come_from_the_network_and_have_a_fixed_length(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         StepBudget, "network_draft", lambda self, decoding, drafting, acceptance, most: min(LENGTH, most)
     )
-    monkeypatch.setattr(Scheduler, "_extra_share", lambda self, sequence, num_decoding: 0.0)
+    monkeypatch.setattr(ExtraTime, "share_of_token", lambda self, sequence, num_decoding: 0.0)
     monkeypatch.setattr(DraftNetwork, "_catch_up_tokens", lambda self, seconds: draft_network.MAX_CATCH_UP)
 
 
@@ -144,13 +146,13 @@ def test_an_equal_network_drafts_every_token_right_between_drafts_from_earlier_t
     turns = itertools.count()
     monkeypatch.setattr(StepBudget, "min_acceptance", lambda *_: 0.05 if next(turns) % 2 else 2.0)
     found: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-    account = Scheduler._account_for_draft
+    observe = DraftPlanner.observe
 
-    def observed(self: Scheduler, scheduled: ScheduledSequence, num_right: int, *, by_network: bool) -> None:
-        found[by_network].append((len(scheduled.draft), num_right))
-        account(self, scheduled, num_right, by_network=by_network)
+    def observed(self: DraftPlanner, plan: StepPlan, scheduled: ScheduledSequence, num_right: int) -> None:
+        found[plan.num_network_drafts > 0].append((len(scheduled.draft), num_right))
+        observe(self, plan, scheduled, num_right)
 
-    monkeypatch.setattr(Scheduler, "_account_for_draft", observed)
+    monkeypatch.setattr(DraftPlanner, "observe", observed)
     requests = [greedy(f"{seed}", prompt(5, seed=seed) * 2, max_tokens=120) for seed in range(2)]
     _, drafted, plain = both(network(), network(), requests, num_blocks=256)
     assert drafted == plain

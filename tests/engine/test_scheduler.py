@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.engine import scheduler as scheduler_module
+from model.engine import draft_planner
 from model.engine.block_pool import BlockPool
+from model.engine.extra_time import EXTRA_BESIDE_OTHERS, MAX_EXTRA_SHARE
 from model.engine.prompt_lookup import MAX_DRAFT, PromptLookup
-from model.engine.scheduler import EXTRA_BESIDE_OTHERS, MAX_EXTRA_SHARE, Scheduler, StepPlan
+from model.engine.scheduler import Scheduler
 from model.engine.sequence import ExtraCost, SequenceState
 from model.engine.step_budget import (
     EFFICIENT_TOKENS,
@@ -27,6 +28,7 @@ from model.engine.step_budget import (
     MIN_TOKENS,
     StepBudget,
 )
+from model.engine.step_plan import StepPlan
 from tests.engine.simulation import LongestDrafts, Simulation
 
 MAX_LENGTH = 20
@@ -750,9 +752,9 @@ class TestExtraCosts:
             simulation.step()
             scheduler = simulation.scheduler
             scheduler.complete(StepPlan([], []), 0.01, drafting_seconds=drafting_seconds)
-            scheduler._credit = 0.0
+            scheduler._extra_time.credit = 0.0
             scheduler._divide_extra_time()
-            credits.append(scheduler._credit)
+            credits.append(scheduler._extra_time.credit)
         assert credits[1] - credits[0] == pytest.approx(0.02 * MAX_EXTRA_SHARE)
 
     def test_all_take_their_turns_one_owner_after_the_other(self) -> None:
@@ -810,7 +812,7 @@ class TestExtraCosts:
     ) -> None:
         """A traced token takes 3 ms, and 6 ms unless the step is replayed."""
         monkeypatch.setattr(StepBudget, "network_draft", lambda self, decoding, drafting, acceptance, most: most)
-        monkeypatch.setattr(scheduler_module, "MAX_DRAFTED_EXTRA", 1.0)
+        monkeypatch.setattr(draft_planner, "MAX_DRAFTED_EXTRA", 1.0)
         simulation = Simulation(cost=lambda _: 0.04)
         simulation.replays_extras = replays
         plain, traced = simulation.add([1], 300), simulation.add([2], 300, extra=(0.0, 0.006))
@@ -818,11 +820,11 @@ class TestExtraCosts:
         simulation.step()
         simulation.step()
         scheduler = simulation.scheduler
-        scheduler._credit = EXTRA_BESIDE_OTHERS
+        scheduler._extra_time.credit = EXTRA_BESIDE_OTHERS
         plan = scheduler.schedule(drafts=not by_network, network_drafts=by_network)
         assert {each.sequence: len(each.draft) for each in plan.sequences} == {plain: 0, traced: length}
-        assert scheduler._credit == pytest.approx(EXTRA_BESIDE_OTHERS - (1 + length) * 0.003)
+        assert scheduler._extra_time.credit == pytest.approx(EXTRA_BESIDE_OTHERS - (1 + length) * 0.003)
         for each in plan.sequences:
             each.sequence.tokens.append(0)
         scheduler.complete(plan, 0.04, replayed=replays)
-        assert scheduler._credit == pytest.approx(EXTRA_BESIDE_OTHERS - (1 + length) * cost)
+        assert scheduler._extra_time.credit == pytest.approx(EXTRA_BESIDE_OTHERS - (1 + length) * cost)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from model.engine.engine import Engine
 from model.engine.extra_costs import ExtraCosts
+from model.engine.extra_time import ExtraTime
 from model.engine.request import Request
-from model.engine.scheduler import Scheduler
 from model.engine.sequence import ExtraCost
 from model.engine.step_budget import StepBudget
 from model.engine.step_tracer import StepTrace
@@ -41,14 +41,14 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-EXTRA_SHARE = Scheduler._extra_share
+EXTRA_SHARE = ExtraTime.share_of_token
 
 
 @pytest.fixture(autouse=True)
 def drafts_always_pay_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepBudget, "min_acceptance", lambda self, num_decoding: 0.05)
     monkeypatch.setattr(StepBudget, "network_draft", lambda self, decoding, drafting, acceptance, most: min(3, most))
-    monkeypatch.setattr(Scheduler, "_extra_share", lambda self, sequence, num_decoding: 0.0)
+    monkeypatch.setattr(ExtraTime, "share_of_token", lambda self, sequence, num_decoding: 0.0)
 
 
 def traced(**trace: Any) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def test_mixtures_of_traced_and_other_requests_get_the_same_bits(
 
 def test_traces_that_take_longer_than_a_step_have_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rejected token is traced in vain."""
-    monkeypatch.setattr(Scheduler, "_extra_share", EXTRA_SHARE)
+    monkeypatch.setattr(ExtraTime, "share_of_token", EXTRA_SHARE)
     for seconds, is_worth_it in ((1e-5, True), (10.0, False)):
         cost = ExtraCost(seconds, seconds)
         monkeypatch.setattr(ExtraCosts, "_cost", lambda *_, cost=cost: cost)

@@ -10,7 +10,7 @@ import torch
 
 from forwardscope.results.server import ServiceStatus
 from model.checkpoints.load import BUNDLED
-from model.engine.scheduler import Scheduler
+from model.engine.extra_time import ExtraTime
 from model.engine.step_budget import StepBudget
 from service.drafts import load_draft
 from service.loading import build_engine, load_model
@@ -140,7 +140,7 @@ def test_a_draft_network_that_is_not_smaller_is_a_warning(caplog: pytest.LogCapt
 def test_traces_over_http_are_the_same_with_and_without_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the events of a stream: each token has its own event, although a step gives several."""
     monkeypatch.setattr(StepBudget, "min_acceptance", lambda self, num_decoding: 0.05)
-    monkeypatch.setattr(Scheduler, "_extra_share", lambda self, sequence, num_decoding: 0.0)
+    monkeypatch.setattr(ExtraTime, "share_of_token", lambda self, sequence, num_decoding: 0.0)
     directory = write_checkpoint(tmp_path / "model", head_dim=16)
     trace = {"stages": ["blocks.*.resid_post", "blocks.0.attn.pattern"], "top_k": 2, "logit_lens": True}
     body = {"prompt": "the cat sat on the mat and the cat sat on the mat and", "max_tokens": 40, "logprobs": 2}

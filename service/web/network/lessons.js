@@ -1,131 +1,18 @@
-// The lessons of the view "Network": the way of one token, and the chapters of the five articles. Each chapter is a
-// step with one question, about the network that the article computes, or about the served one.
+// The lessons of the view "Network": the way of one token, and the five articles. chapters.js has their steps.
 
 import { ARTICLES } from "../terms_list.js";
-import { patternOf } from "./bands.js";
-import { readGuesses } from "./lens.js";
-import { decides, finalNorm, logits, loss, perplexity, prediction } from "./tour_outcomes.js";
-import {
-  attentionOut,
-  block,
-  embedding,
-  experts,
-  feedForward,
-  gate,
-  gazeOf,
-  mask,
-  norm,
-  pattern,
-  position,
-  queries,
-  residual,
-  rotation,
-  scores,
-  tokens,
-} from "./tour_steps.js";
-import { writersOf } from "./writers.js";
 
 /**
- * @import { Architecture } from "../answers.js"
- * @import { Line } from "./items.js"
- * @import { Pass } from "./pass.js"
- * @import { StepOf, TourStep } from "./tour_steps.js"
- *
- * @typedef {TourStep & { chapter: string }} Chapter
- * @typedef {{ title: string, address?: string, model?: string, steps: [chapter: string, step: StepOf][] }} Lesson
- *   `model`: the worked example; without one, the served model. `chapter`: as the article numbers it, or ""
+ * @typedef {{ title: string, address?: string, model?: string }} Lesson `model`: the worked example; without one, the
+ *   served model
  */
 
-/** Name → lesson. Steps that a network does not have are left out. @type {Record<string, Lesson | undefined>} */
+/** Name → lesson. @type {Record<string, Lesson | undefined>} */
 export const LESSONS = {
-  "": {
-    title: "Follow a token",
-    steps: unnumbered(
-      tokens,
-      embedding,
-      position,
-      norm,
-      queries,
-      rotation,
-      scores,
-      pattern,
-      attentionOut,
-      experts,
-      feedForward,
-      block,
-      prediction,
-      decides,
-    ),
-  },
-  journey: {
-    ...ARTICLES.journey,
-    model: "a-tokens-journey",
-    steps: [
-      ["00", tokens],
-      ["01", embedding],
-      ["02", position],
-      ["03", norm],
-      ["04", pattern],
-      ["05", residual],
-      ["06", feedForward],
-      ["07", logits],
-      ["08", prediction],
-      ["09", loss],
-    ],
-  },
-  forward: {
-    ...ARTICLES.forward,
-    model: "ai-rocks",
-    steps: unnumbered(tokens, embedding, position, norm, queries, pattern, attentionOut, feedForward, logits, loss),
-  },
-  modern: {
-    ...ARTICLES.modern,
-    steps: unnumbered(tokens, norm, rotation, mask, pattern, residual, gate, block, finalNorm, prediction),
-  },
-  gpt: {
-    ...ARTICLES.gpt,
-    steps: unnumbered(tokens, embedding, position, norm, queries, attentionOut, residual, feedForward, block, logits),
-  },
-  loss: {
-    ...ARTICLES.loss,
-    model: "i-like-transformers",
-    steps: unnumbered(tokens, block, logits, prediction, loss, perplexity),
-  },
+  "": { title: "Follow a token" },
+  journey: { ...ARTICLES.journey, model: "a-tokens-journey" },
+  forward: { ...ARTICLES.forward, model: "ai-rocks" },
+  modern: ARTICLES.modern,
+  gpt: ARTICLES.gpt,
+  loss: { ...ARTICLES.loss, model: "i-like-transformers" },
 };
-
-/**
- * The steps of a lesson for the token at a position. Reads the numbers that they need.
- * @param {string} name
- * @param {{ pass: Pass, line: Line, architecture: Architecture, hasLens: boolean, hasWriters: boolean }} parts
- *   `hasLens` and `hasWriters`: whether the service says what the network would predict after each layer, and what
- *   writes a token
- * @param {number} row
- * @param {AbortSignal} signal
- * @returns {Promise<Chapter[]>}
- */
-export async function chaptersOf(name, { pass, line, architecture, hasLens, hasWriters }, row, signal) {
-  const lesson = LESSONS[name];
-  if (!lesson) throw new Error(`lesson: there is no lesson “${name}”.`);
-  const patterns = line.blocks.map(({ layer }) => patternOf(layer));
-  const [guesses] = await Promise.all([
-    hasLens ? readGuesses(pass, row, signal) : null,
-    pass.read(patterns, [row], signal),
-  ]);
-  const writers = hasWriters ? writersOf(pass, row) : null;
-  const gaze = gazeOf({ pass, line, row, guesses, writers });
-  const own = [...pass.stages.keys()].filter((stage) => stage.startsWith(`blocks.${gaze.layer}.`));
-  await pass.read(["embed", "pos_embed", "ln_final.out", ...own], [row], signal);
-  const scene = { pass, line, architecture, row, gaze, guesses, writers };
-  return lesson.steps.flatMap(([chapter, stepOf]) => {
-    const step = stepOf(scene);
-    return step === null ? [] : [{ ...step, chapter }];
-  });
-}
-
-/**
- * @param {StepOf[]} steps
- * @returns {[string, StepOf][]}
- */
-function unnumbered(...steps) {
-  return steps.map((step) => ["", step]);
-}

@@ -3,7 +3,10 @@
 import { el } from "../dom.js";
 import { isCalm } from "./motion.js";
 
-/** @import { Chapter, Lesson } from "./lessons.js" */
+/**
+ * @import { Chapter } from "./chapters.js"
+ * @import { Lesson } from "./lessons.js"
+ */
 
 const PLAY_MILLISECONDS = 6000; // for each step
 const INTERACTIONS = ["pointerdown", "keydown", "wheel"]; // they stop the play

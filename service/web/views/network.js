@@ -7,11 +7,8 @@ import { dataTable } from "../draw/data_table.js";
 import { editedName } from "../network/edit_signs.js";
 import { lineOf } from "../network/items.js";
 import { brief } from "../network/labels.js";
-import { LESSONS, chaptersOf } from "../network/lessons.js";
-import { explainPrediction } from "../network/arithmetic/prediction.js";
-import { explain } from "../network/arithmetic/explain.js";
+import { LESSONS } from "../network/lessons.js";
 import { Change } from "../network/change.js";
-import "../network/cell_arithmetic.js";
 import "../network/network_canvas.js";
 import "../network/tour_card.js";
 import { decidingOf, guessesOf, readGuesses } from "../network/lens.js";
@@ -229,7 +226,8 @@ export default class Network extends View {
    * @param {number} row
    * @param {AbortSignal} signal
    */
-  #chapters(lesson, row, signal) {
+  async #chapters(lesson, row, signal) {
+    const { chaptersOf } = await import("../network/chapters.js");
     const architecture = architectureOf(this.context.service, this.#state?.model ?? null);
     const state = { model: this.#state?.model ?? null };
     const [hasLens, hasWriters] = [this.#hasLens(state), this.#hasWriters(state)];
@@ -407,6 +405,7 @@ export default class Network extends View {
     const { pass, plain } = this.#parts();
     const { row, column } = chosen;
     const architecture = architectureOf(this.context.service, state.model);
+    const [{ explain }, { explainPrediction }] = await readArithmetic();
     if (state.at === PREDICTIONS) {
       const [logit, probability] = await explainPrediction(pass, architecture, { row, id: column }, signal);
       const before = await plain?.logits(row, signal);
@@ -658,6 +657,15 @@ function staleOf({ at, position, head, cell, step }, line, pass, isSameLesson) {
     ...(head !== "" && !isPosition(head, heads) && { head: "" }),
     ...(item && cell !== "" && !isPosition(cell, item.heads * item.columns) && { cell: "" }),
   };
+}
+
+/** Read the modules for the arithmetic of a number, which the first view does not need. */
+function readArithmetic() {
+  return Promise.all([
+    import("../network/arithmetic/explain.js"),
+    import("../network/arithmetic/prediction.js"),
+    import("../network/cell_arithmetic.js"),
+  ]);
 }
 
 /** The position of the address, if it is one. @param {State} state */
