@@ -65,6 +65,11 @@ STORED = [replace(peer, kind="ours", options=("--dtype", "bfloat16", "--no-specu
 ALL = (
     *(replace(peer, options=(*peer.options, "--no-speculate")) for peer in OURS),
     *(replace(peer, variant=f"{peer.variant}-drafts") for peer in OURS),
+    # With longer steps than by default, as those of the peers are.
+    *(
+        replace(peer, variant=f"{peer.variant}-target", options=(*peer.options, "--no-speculate", "--target-itl-ms", "150"))
+        for peer in OURS
+    ),
     *STORED,
     *GGUF,
     *(replace(peer, kind="ik_llama.cpp") for peer in GGUF),

@@ -80,7 +80,7 @@ def test_one_click_steers_the_middle_of_the_network_by_the_offered_texts(
 def test_the_offered_texts_change_the_first_prompt_of_the_page(page: "Page", base: str) -> None:
     open_view(page, base, "edits")
     steer(page)
-    assert page.locator("both-texts > .answer").inner_text().startswith("The edits change token ")
+    assert page.locator("both-texts > .answer").inner_text().startswith("The first new token that differs is no. ")
     assert "sun" not in "".join(strip_tokens(page, "Without the edits"))
     assert "sun" in "".join(strip_tokens(page, "With the edits"))
 
@@ -102,7 +102,7 @@ def test_both_texts_are_those_of_the_service_and_the_first_difference_is_marked(
     number = next(
         index for index, ids in enumerate(zip(edited["tokens"], plain["tokens"], strict=True)) if ids[0] != ids[1]
     )
-    assert f"The edits change token {number + 1}: " in page.locator("both-texts > .answer").inner_text()
+    assert f"The first new token that differs is no. {number + 1}: " in page.locator("both-texts > .answer").inner_text()
     marks = page.locator("both-texts [aria-selected=true]").evaluate_all("all => all.map((each) => each.dataset.index)")
     assert marks == [str(number)] * 2
 

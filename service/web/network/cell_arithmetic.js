@@ -140,10 +140,8 @@ function verdict(served, { computed, slack }, edits) {
     return [edited(edits), computed === null ? "" : el("p", {}, `The formula would give ${said(computed)}.`)];
   if (computed === null) return [el("p", { class: "faint" }, `The service computed ${said(served)}.`)];
   const isRounded = said(computed) !== said(served);
-  if (difference <= slack)
-    return [
-      el("p", { class: "agrees" }, `✓ ${said(served)} is what the service computed${isRounded ? ", rounded" : ""}.`),
-    ];
+  const reason = isRounded ? " It rounds between its steps, which explains the difference." : "";
+  if (difference <= slack) return [el("p", { class: "agrees" }, `✓ The service computed ${said(served)}.${reason}`)];
   const words = `it differs by ${said(difference)}, more than rounding explains.`;
   return [el("p", { class: "differs" }, `The service computed ${said(served)}: ${words}`)];
 }

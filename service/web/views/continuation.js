@@ -93,8 +93,8 @@ export function firstDifference(edited, plain) {
   while (index < length && edited[index]?.id === plain[index]?.id) index++;
   if (index === length) return { index: null, said: "The edits change no token of this text." };
   const nameOf = (/** @type {Named | undefined} */ token) => (token ? quoted(token) : "the end");
-  const said = `The edits change token ${index + 1}: ${nameOf(edited[index])} in place of ${nameOf(plain[index])}.`;
-  return { index, said };
+  const change = `${nameOf(edited[index])} in place of ${nameOf(plain[index])}`;
+  return { index, said: `The first new token that differs is no. ${index + 1}: ${change}.` };
 }
 
 customElements.define("text-continuation", TextContinuation);
