@@ -1,4 +1,4 @@
-"""Choose the sequences that get drafts in a step, and how long. This module must not import torch (tests/test_layout.py).
+"""Choose the drafts of a step, and their lengths. This module must not import torch (tests/test_layout.py).
 
 Drafts come from earlier text (prompt_lookup.py) or, if it suggests none, from a draft network (draft_network.py). A
 draft is as long as pays off by the measured times of steps, and as the cache, the step, and the time for edits and

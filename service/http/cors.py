@@ -20,7 +20,7 @@ class Cors(CORSMiddleware):
         super().__init__(
             app,
             allow_origins=origins,
-            allow_methods=["GET", "HEAD", "POST"],
+            allow_methods=["GET", "HEAD", "POST", "PUT", "DELETE"],
             allow_headers=["*"],  # some browser clients send headers of their own
             expose_headers=["X-Request-Id", "X-Ignored-Fields", "Retry-After", "traceparent", "traceresponse"],
         )

@@ -62,14 +62,11 @@ QUANTIZED_FILES = [
 GGUF = [Peer("llama.cpp", "f32", 32, "float32"), Peer("llama.cpp", "bf16", 16, "bfloat16"), *QUANTIZED_FILES]
 # Our engine with the weights as they are stored in the same files.
 STORED = [replace(peer, kind="ours", options=("--dtype", "bfloat16", "--no-speculate")) for peer in QUANTIZED_FILES]
+LONG_STEPS = ("--no-speculate", "--target-itl-ms", "150")  # nearer to those of the peers than the default
 ALL = (
     *(replace(peer, options=(*peer.options, "--no-speculate")) for peer in OURS),
     *(replace(peer, variant=f"{peer.variant}-drafts") for peer in OURS),
-    # With longer steps than by default, as those of the peers are.
-    *(
-        replace(peer, variant=f"{peer.variant}-target", options=(*peer.options, "--no-speculate", "--target-itl-ms", "150"))
-        for peer in OURS
-    ),
+    *(replace(peer, variant=f"{peer.variant}-target", options=(*peer.options, *LONG_STEPS)) for peer in OURS),
     *STORED,
     *GGUF,
     *(replace(peer, kind="ik_llama.cpp") for peer in GGUF),

@@ -316,7 +316,10 @@ def test_edits_change_the_text_and_the_text_without_them_stands_below(
     number = next(
         index for index, ids in enumerate(zip(edited["tokens"], plain["tokens"], strict=True)) if ids[0] != ids[1]
     )
-    assert f"The first new token that differs is no. {number + 1}: " in page.locator("generate-view > .answer").inner_text()
+    assert (
+        f"The first new token that differs is no. {number + 1}: "
+        in page.locator("generate-view > .answer").inner_text()
+    )
     assert "1 edit is applied." in page.locator("#edits-note").inner_text()
 
 

@@ -102,7 +102,9 @@ def test_both_texts_are_those_of_the_service_and_the_first_difference_is_marked(
     number = next(
         index for index, ids in enumerate(zip(edited["tokens"], plain["tokens"], strict=True)) if ids[0] != ids[1]
     )
-    assert f"The first new token that differs is no. {number + 1}: " in page.locator("both-texts > .answer").inner_text()
+    assert (
+        f"The first new token that differs is no. {number + 1}: " in page.locator("both-texts > .answer").inner_text()
+    )
     marks = page.locator("both-texts [aria-selected=true]").evaluate_all("all => all.map((each) => each.dataset.index)")
     assert marks == [str(number)] * 2
 
