@@ -77,10 +77,12 @@ class ChatConversion:
         if body.thinking is not None:
             fields["enable_thinking"] = body.thinking.type != "disabled"
             self.left_out += ["thinking.budget_tokens"] if body.thinking.budget_tokens is not None else []
+        output_format = body.output_format
         if (config := body.output_config) is not None:
             fields["reasoning_effort"] = config.effort
-            if config.format is not None:
-                fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": config.format.schema_}}
+            output_format = config.format or output_format
+        if output_format is not None:
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": output_format.schema_}}
         return fields
 
     def _tool(self, body: ConversationRequest, index: int) -> JsonObject:

@@ -15,6 +15,7 @@ from tests.service.test_chat_thinking import BODY
 MESSAGES = "/v1/messages"
 TEXT = {"type": "text", "text": "a"}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
 RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [TEXT, IMAGE]}
 
 
@@ -120,6 +121,15 @@ def test_a_message_without_blocks_is_an_empty_text() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": []}, {"role": "user", "content": []}]
     chat = ChatConversion(MessagesRequest.model_validate({"messages": messages})).chat
     assert [message.content for message in chat.messages] == ["a", "", ""]
+
+
+@pytest.mark.parametrize("fields", [{"output_config": {"format": FORMAT}}, {"output_format": FORMAT}], ids=str)
+def test_the_format_of_the_answer_has_two_names(fields: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], **fields}
+    response_format = ChatConversion(MessagesRequest.model_validate(body)).chat.response_format
+    assert response_format is not None
+    assert response_format.json_schema is not None
+    assert response_format.json_schema.schema_ == FORMAT["schema"]
 
 
 @pytest.mark.parametrize(
