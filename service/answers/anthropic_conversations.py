@@ -77,10 +77,12 @@ class ChatConversion:
         if body.thinking is not None:
             fields["enable_thinking"] = body.thinking.type != "disabled"
             self.left_out += ["thinking.budget_tokens"] if body.thinking.budget_tokens is not None else []
+        output_format = body.output_format
         if (config := body.output_config) is not None:
             fields["reasoning_effort"] = config.effort
-            if config.format is not None:
-                fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": config.format.schema_}}
+            output_format = config.format or output_format
+        if output_format is not None:
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": output_format.schema_}}
         return fields
 
     def _tool(self, body: ConversationRequest, index: int) -> JsonObject:
@@ -92,8 +94,8 @@ class ChatConversion:
 
     def _convert(self, message: InputMessage, place: str) -> Iterator[JsonObject]:
         """The messages of the chat: results of tools are messages of their own."""
-        if isinstance(message.content, str):
-            yield {"role": message.role, "content": message.content}
+        if isinstance(message.content, str) or not message.content:
+            yield {"role": message.role, "content": message.content or ""}
             return
         texts: list[JsonObject] = []
         calls: list[JsonObject] = []
@@ -104,7 +106,8 @@ class ChatConversion:
                 if texts:
                     yield {"role": "user", "content": texts}
                     texts = []
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content, where)}
+                result = text_of(block.content, f"{where}.content")
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}
             elif block.type == "tool_use" and message.role == "assistant":
                 calls.append(call_of(block, where))
             elif block.type == "thinking":
@@ -112,7 +115,7 @@ class ChatConversion:
             elif block.type == "redacted_thinking":
                 self.left_out.append(where)
             else:
-                texts.append({"type": "text", "text": text_of([block], where)})
+                texts.append({"type": "text", "text": read_text(block, where)})
         if texts or calls or thinking:
             content = texts[0]["text"] if len(texts) == 1 else texts
             found = {"role": message.role, "content": content or None, "tool_calls": calls or None}
@@ -132,14 +135,20 @@ def call_of(block: Block, where: str) -> JsonObject:
     return {"id": block.id, "function": {"name": block.name, "arguments": block.input}}
 
 
-def text_of(content: str | list[ResultBlock] | list[Block], where: str) -> str:
+def text_of(content: str | list[ResultBlock], where: str) -> str:
     """The text of some content. Raises 400 for a block that has none, such as an image."""
     if isinstance(content, str):
         return content
-    for block in content:
-        if block.type != "text" or block.text is None:
-            raise invalid(where, f"is {block.type[:40]!r}; this model reads only blocks of the type 'text'")
-    return "\n\n".join(block.text or "" for block in content)
+    return "\n\n".join(read_text(block, f"{where}.{index}") for index, block in enumerate(content))
+
+
+def read_text(block: ResultBlock, where: str) -> str:
+    """The text of a block. Raises 400 if it has none."""
+    if block.type != "text":
+        raise invalid(where, f"is {block.type[:40]!r}; this model reads only blocks of the type 'text'")
+    if block.text is None:
+        raise invalid(where, "has no text; send the field text")
+    return block.text
 
 
 def input_of(arguments: str) -> Any:

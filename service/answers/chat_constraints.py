@@ -51,12 +51,12 @@ def response_schema(body: ChatRequest) -> EmbeddedSchema | None:
     if response_format is None or response_format.type == "text":
         return None
     asked = response_format.json_schema
-    if asked is not None and response_format.type == "json_schema":
+    if asked is not None and asked.schema_ is not None and response_format.type == "json_schema":
         return EmbeddedSchema(asked.schema_, "response_format", is_closed=asked.strict)
     if response_format.schema_ is not None:
         return EmbeddedSchema(response_format.schema_, "response_format")
     if response_format.type == "json_schema":
-        raise invalid("response_format", "has the type json_schema, so it needs the field json_schema")
+        raise invalid("response_format", "has the type json_schema, so it needs the field json_schema.schema")
     return EmbeddedSchema({"type": "object"}, "response_format")
 
 

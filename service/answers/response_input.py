@@ -86,6 +86,7 @@ class Conversation:
             self._begin(place, {"role": item.role, "content": item.content})
         elif isinstance(item, MessageItem):
             self._assistant(place, "content")["content"] = item.content
+            self.places[-1] = place  # the parts of the content are what an error can name
         elif isinstance(item, CallItem | CustomCallItem):
             arguments = item.arguments if isinstance(item, CallItem) else {"input": item.input}
             function = unchecked(FunctionCall, name=item.name, arguments=arguments)
@@ -123,7 +124,10 @@ class Conversation:
             return CHAT_NAMES.get(name, name) + (f".{rest}" if rest else "")
         index, _, rest = rest.partition(".")
         place = self.places[int(index)] if index else "input"
-        return f"{place}.{rest}" if rest.startswith("content") else place
+        if not rest.startswith("content"):
+            return place
+        is_result = self.messages[int(index)]["role"] == "tool"
+        return f"{place}.{rest.replace('content', 'output', 1) if is_result else rest}"
 
 
 def placed_items(body: ResponsesRequest, store: ResponseStore, max_stored: int) -> tuple[list[PlacedItem], int]:

@@ -3,13 +3,23 @@
 Fields that do not change the answer are accepted (`Ignored`). Other unknown fields are left out (ignored_fields.py).
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from service.http.field_types import ShortText, Text, at_most
 from service.http.generate_schemas import GenerationRequest
-from service.http.openai_schemas import FUNCTION_NAME, MAX_MESSAGES, TOP_K, TOP_LOGPROBS, Ignored, JsonObject, Nullable
+from service.http.openai_schemas import (
+    FUNCTION_NAME,
+    MAX_MESSAGES,
+    TOP_K,
+    TOP_LOGPROBS,
+    Ignored,
+    JsonObject,
+    Nullable,
+    OtherServers,
+    not_implemented,
+)
 from service.http.schemas import AdaptedRequest, example
 
 MAX_BLOCKS = 4096
@@ -94,6 +104,7 @@ class ConversationRequest(Nullable, AdaptedRequest):
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = Field(None, description="passed to a chat template with a switch for thinking")
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(None, description="the older name of output_config.format")
     chat_template_kwargs: JsonObject = Field({}, description="variables for the chat template")
     metadata: Ignored
     service_tier: Ignored
@@ -105,7 +116,7 @@ class CountTokensRequest(ConversationRequest):
     model_config = example(messages=[QUESTION])
 
 
-class MessagesRequest(ConversationRequest, GenerationRequest):
+class MessagesRequest(ConversationRequest, OtherServers, GenerationRequest):
     model_config = ConfigDict(**example(messages=[QUESTION], max_tokens=16), extra="ignore")
 
     max_tokens: int | None = Field(
@@ -120,3 +131,6 @@ class MessagesRequest(ConversationRequest, GenerationRequest):
     stop_sequences: Annotated[list[ShortText], Field(fail_fast=True), at_most(200)] = Field(
         [], max_length=200, description="strings that end the text, like `stop`"
     )
+    max_completion_tokens: Any = not_implemented(-1, instead="max_tokens")
+    format: Any = not_implemented("", instead="output_config.format")
+    response_format: Any = not_implemented(instead="output_config.format")

@@ -32,6 +32,8 @@ OPEN_ROUTES = ("/v1/", "/infill")  # other programs define what their clients se
 MAX_KEYS = 4096  # in one JSON object
 MAX_DIGITS = 1000  # in one number
 BYTES_PER_VALUE = 16  # a body may hold one JSON value per this many bytes of the largest allowed body
+PREFIX = "Value error, "  # of pydantic's messages for our own errors
+NO_OBJECT = frozenset({"model_type", "dict_type"})  # whose messages name classes of Python
 MAX_DEPTH = 100  # of lists and objects inside each other
 DEPTH_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 NO_BRACKETS = bytes(set(range(256)) - DEPTH_STEPS.keys())
@@ -103,7 +105,9 @@ def parse(content: bytes, model: type[BaseModel], limit: int, ignored: list[str]
             parse_int=_number(int) if len(content) > INLINE_BYTES else None,
             parse_float=_number(float) if len(content) > INLINE_BYTES else None,
         )
-    except (ValueError, RecursionError) as error:  # also: not UTF-8, too many digits, nested too deeply
+    except UnicodeDecodeError as error:
+        raise wrong_shape("body", f"is not UTF-8 at byte {error.start}; encode it as UTF-8", "json_invalid") from None
+    except (ValueError, RecursionError) as error:  # also: too many digits, nested too deeply
         raise wrong_shape("body", f"not valid JSON: {error}", "json_invalid") from None
     branch = branch_of(values, model)
     if ignored is None:
@@ -236,7 +240,10 @@ def shape_error(error: ValidationError, model: type[BaseModel]) -> ApiError:
     deepest = max(range(len(fields)), key=lambda i: len(fields[i]))
     param = ".".join(map(str, fields[deepest])) or "body"
     same = [i for i in range(len(fields)) if fields[i] == fields[deepest]]
-    messages = dict.fromkeys(problems[i]["msg"].removeprefix("Value error, ") for i in same)
+    messages = dict.fromkeys(
+        "Input should be an object" if problems[i]["type"] in NO_OBJECT else problems[i]["msg"].removeprefix(PREFIX)
+        for i in same
+    )
     others = dict.fromkeys(str(field[0]) for field in fields if field and field[0] != fields[deepest][0])
     more = f"; also wrong: {join_some(list(others))}" if others else ""
     return wrong_shape(param, f"{'; or '.join(list(messages)[:MAX_NAMES])}{more}", problems[deepest]["type"])

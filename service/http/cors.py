@@ -26,8 +26,13 @@ class Cors(CORSMiddleware):
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        response = super().preflight_response(request_headers)
+        # A browser asks whether a public page may reach this machine or network. It may if its origin is allowed.
+        headers = dict(request_headers)
+        asks_for_network = headers.pop("access-control-request-private-network", None) is not None
+        response = super().preflight_response(Headers(headers))
         if response.status_code == 200:
+            if asks_for_network:
+                response.headers["Access-Control-Allow-Private-Network"] = "true"
             return response
         message = (
             "this origin, method or header is not allowed for cross-origin requests; to allow the origin, start the "

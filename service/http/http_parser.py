@@ -64,6 +64,8 @@ class HttpParser(h11.Connection):
         return chunk
 
     def next_event(self) -> Any:
+        if self.their_state is h11.IDLE and self.trailing_data[0].startswith(b"\r\n"):
+            self._receive_buffer.maybe_extract_at_most(2)  # some clients end their bodies so (RFC 9112, section 2.2)
         event = super().next_event()
         if isinstance(event, h11.Data):
             self._num_chunks += event.chunk_start

@@ -131,6 +131,7 @@ class OtherServers(Nullable):
     samplers: Any = not_implemented([])
     lora: Any = not_implemented([], instead="model, which names an adapter,")
     typical_p: Any = not_implemented(1, 1.0)
+    typ_p: Any = not_implemented(1, 1.0)
     tfs_z: Any = not_implemented(1, 1.0)
     top_a: Any = not_implemented(0, 0.0)
     top_n_sigma: Any = not_implemented(-1, -1.0, 0, 0.0)
@@ -144,6 +145,7 @@ class OtherServers(Nullable):
     smoothing_factor: Any = not_implemented(0, 0.0)
     no_repeat_ngram_size: Any = not_implemented(0)
     prompt_embeds: Any = not_implemented()
+    extra_body: Any = not_implemented({}, instead="each of its fields")  # an option of OpenAI's SDK
 
 
 class OpenAIRequest(OtherServers, GenerationRequest):
@@ -174,6 +176,7 @@ class OpenAIRequest(OtherServers, GenerationRequest):
     prompt_cache_options: Ignored
     priority: Ignored
     use_beam_search: Any = not_implemented(False)
+    num_beams: Any = not_implemented(1)
     length_penalty: Any = not_implemented(1, 1.0)
     spaces_between_special_tokens: Ignored
     truncate_prompt_tokens: Any = not_implemented()
@@ -225,6 +228,8 @@ class CompletionRequest(OpenAIRequest):
         "",
         description="the text after the new one, for models that fill in the middle; the prompt is what is before it",
     )
+    max_completion_tokens: Any = not_implemented(-1, instead="max_tokens")
+    response_format: Any = not_implemented({"type": "text"}, instead="structured_outputs.json")
 
 
 # POST /v1/chat/completions
@@ -316,7 +321,7 @@ class ToolChoice(NamedTool):
 class JsonSchema(Nullable):
     name: ShortText | None = None
     description: Text | None = None
-    schema_: JsonObject = Field({}, alias="schema", description="default: any JSON")
+    schema_: JsonObject | None = Field(None, alias="schema", description="required")
     strict: bool = Field(
         True,
         description="the answer always follows the schema; false: objects may have properties that it does not name",

@@ -53,6 +53,8 @@ class TestNumberOfValues:
         """The standard library's parser detects these encodings, but their values would have been counted wrongly."""
         error = error_of(('{"pr\u00f6mpt\\"":[' + ",".join(["[]"] * 1000) + "]}").encode(encoding))
         assert (error.status, error.code) == (422, "json_invalid")
+        if encoding == "latin-1":
+            assert error.message == "body: is not UTF-8 at byte 4; encode it as UTF-8"
 
     def test_a_byte_order_mark_is_ignored(self) -> None:
         body = b'{"prompt":[1]}'
@@ -209,3 +211,9 @@ def test_shape_error_turns_a_validation_error_of_pydantic_into_a_422() -> None:
         GenerateRequest.model_validate({"prompt": 1.5})
     error = bodies.shape_error(caught.value, GenerateRequest)
     assert (error.status, error.param) == (422, "prompt")
+
+
+@pytest.mark.parametrize("field", ["trace", "logit_bias"])
+def test_an_error_names_no_class_of_python(field: str) -> None:
+    error = error_of(json.dumps({"prompt": "a", field: "b"}).encode())
+    assert (error.param, error.message) == (field, f"{field}: Input should be an object")

@@ -365,6 +365,13 @@ class TestInvalidHttp:
         )
         assert response.json()["count"] >= 1
 
+    def test_an_empty_line_before_a_request_is_skipped(self, tiny: Running) -> None:
+        """Some clients send one after each body."""
+        with connect(tiny) as connection:
+            last = request("/health", method="GET", more="Connection: close\r\n")
+            connection.sendall(b"\r\n" + request("/tokenize", {"text": "a"}) + b"\r\n" + last)
+            assert read_all(connection).count(b"HTTP/1.1 200 OK\r\n") == 2
+
     def test_many_requests_on_one_connection_are_answered_in_order(self, tiny: Running) -> None:
         with connect(tiny) as connection:
             many = b"".join(request("/tokenize", {"text": "a" * (i + 1)}) for i in range(200))

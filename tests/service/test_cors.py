@@ -42,6 +42,18 @@ def test_a_preflight_of_an_allowed_origin_is_granted_without_the_key(service: Ru
     assert response.headers["x-request-id"]
 
 
+@pytest.mark.parametrize("origin", [ORIGIN, "https://evil.org"])
+def test_a_public_page_may_reach_a_private_network_if_its_origin_is_allowed(service: Running, origin: str) -> None:
+    headers = {
+        "Origin": origin,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Private-Network": "true",
+    }
+    response = service.client.options("/generate", headers=headers)
+    allowed = (200, "true") if origin == ORIGIN else (400, None)
+    assert (response.status_code, response.headers.get("access-control-allow-private-network")) == allowed
+
+
 @pytest.mark.parametrize(
     ("origin", "method"),
     [("https://evil.org", "POST"), (f"{ORIGIN}.evil.org", "POST"), ("null", "POST"), (ORIGIN, "PUT")],

@@ -13,6 +13,10 @@ from tests.service.running import Running, Start
 from tests.service.test_chat_thinking import BODY
 
 MESSAGES = "/v1/messages"
+TEXT = {"type": "text", "text": "a"}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [TEXT, IMAGE]}
 
 
 def read_stream(content: bytes) -> list[dict[str, Any]]:
@@ -111,6 +115,36 @@ def test_a_conversation_becomes_a_chat_whose_places_keep_their_names() -> None:
     places = [conversion.name(f"messages.{index}") for index in range(5)]
     assert places == ["system", "messages.0", "messages.1", "messages.2", "messages.2"]
     assert conversion.name("stop") == "stop_sequences"
+
+
+def test_a_message_without_blocks_is_an_empty_text() -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": []}, {"role": "user", "content": []}]
+    chat = ChatConversion(MessagesRequest.model_validate({"messages": messages})).chat
+    assert [message.content for message in chat.messages] == ["a", "", ""]
+
+
+@pytest.mark.parametrize("fields", [{"output_config": {"format": FORMAT}}, {"output_format": FORMAT}], ids=str)
+def test_the_format_of_the_answer_has_two_names(fields: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], **fields}
+    response_format = ChatConversion(MessagesRequest.model_validate(body)).chat.response_format
+    assert response_format is not None
+    assert response_format.json_schema is not None
+    assert response_format.json_schema.schema_ == FORMAT["schema"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"system": [TEXT, IMAGE]}, "system.1"),
+        ({"messages": [{"role": "user", "content": [TEXT, IMAGE]}]}, "messages.0.content.1"),
+        ({"messages": [{"role": "user", "content": [TEXT, RESULT]}]}, "messages.0.content.1.content.1"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0"),
+    ],
+    ids=str,
+)
+def test_a_block_without_text_is_named(tiny: Running, fields: dict[str, Any], param: str) -> None:
+    response = tiny.post(MESSAGES, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1} | fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,8 @@ def test_what_clients_send_by_habit_is_left_out_and_named(service: Running) -> N
 
 IMAGE = {"type": "input_image", "image_url": "https://example.org/a.png"}
 CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "[" * 200}
+RESULT = {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "a"}, IMAGE]}
+THOUGHT = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]}
 
 
 @pytest.mark.parametrize(
@@ -299,6 +301,8 @@ CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "[" *
     [
         ({"input": []}, 400, "input"),
         ({"input": [{"role": "user", "content": "a"}, {"role": "user", "content": [IMAGE]}]}, 400, "input.1.content.0"),
+        ({"input": [RESULT]}, 400, "input.0.output.1"),
+        ({"input": [THOUGHT, {"role": "assistant", "content": [IMAGE]}]}, 400, "input.1.content.0"),
         ({"input": [{"type": "dance"}]}, 400, "input.0.type"),
         ({"input": [{"role": "tool", "content": "a"}]}, 422, "input.0.role"),
         ({"input": [{"type": "function_call", "name": "f"}]}, 422, "input.0.call_id"),

@@ -278,6 +278,13 @@ def test_a_broken_schema_of_the_answer_is_still_named(service: Running) -> None:
     assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format")
 
 
+def test_a_schema_that_is_not_in_its_field_is_refused(service: Running) -> None:
+    wrong = {"type": "json_schema", "json_schema": {"type": "object", "properties": {"a": {"type": "boolean"}}}}
+    response = service.post(CHAT, {"messages": [USER], "response_format": wrong})
+    assert response.status_code == 400
+    assert "json_schema.schema" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": {}}], ids=str)
 def test_a_function_without_parameters_takes_no_arguments(service: Running, parameters: Any) -> None:
     assert calls_of(choice_of(service, tools=[tool("now", parameters)], **ONE_CALL)) == [("now", {})]

@@ -189,6 +189,8 @@ def test_names_of_clients_cannot_break_the_header_or_the_log() -> None:
         ("do_sample", False, True),
         ("guided_json", {"type": "object"}, None),
         ("typical_p", 0.5, 1),
+        ("typ_p", 0.5, 1),
+        ("extra_body", {"top_k": 5}, {}),
         ("mirostat", 2, 0),
         ("logits_processors", ["x"], []),
     ],
@@ -200,6 +202,25 @@ def test_a_field_that_would_change_the_text_is_a_400_unless_it_is_neutral(
     assert (error["param"], error["code"]) == (field, "not_implemented")
     assert field in error["message"]
     assert ignored(tiny.post(CHAT, after(USER) | {field: neutral})) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "instead"),
+    [
+        ("/v1/messages", "guided_json", {"type": "object"}, "structured_outputs.json"),
+        ("/v1/messages", "response_format", {"type": "json_object"}, "output_config.format"),
+        ("/v1/messages", "max_completion_tokens", 5, "max_tokens"),
+        ("/v1/completions", "response_format", {"type": "json_object"}, "structured_outputs.json"),
+        ("/v1/completions", "max_completion_tokens", 5, "max_tokens"),
+    ],
+)
+def test_a_field_of_another_route_names_the_one_to_send(
+    tiny: Running, path: str, field: str, value: Any, instead: str
+) -> None:
+    body = after(USER) if path == "/v1/messages" else {"prompt": [1]}
+    error = tiny.post(path, body | {field: value}).json()["error"]
+    assert (error["param"], error["code"]) == (field, "not_implemented")
+    assert f"send {instead} in its place" in error["message"]
 
 
 def test_suffix_is_for_completions_and_refused(tiny: Running) -> None:
