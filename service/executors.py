@@ -37,8 +37,8 @@ class Lane:
     """The thread of one kind of work.
 
     At most `max_waiting` jobs wait for it; None: as many as for all threads together. With a `niceness`, it computes
-    alone, and gets the time that other threads leave: the value is that of POSIX systems, at most 19. Errors name the
-    jobs `name`.
+    alone, and gets the time that other threads leave: the value is that of POSIX systems, at most 19. A server with a
+    higher one keeps its own. Errors name the jobs `name`.
     """
 
     name: str = ""
@@ -215,4 +215,5 @@ def _begin_thread(niceness: int | None) -> None:
         return
     torch.set_num_threads(1)
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        # A lower value than that of the server would need rights.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))

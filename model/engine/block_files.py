@@ -89,6 +89,7 @@ class BlockFiles:
         path = self._folder / digest.hex()
         unfinished = path.with_suffix(f".{secrets.token_hex(4)}")
         try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)  # somebody may have emptied the directory
             if self._room < self._file_bytes:
                 self._room = self._make_room()
             with open(unfinished, "xb", opener=_open_private) as file:

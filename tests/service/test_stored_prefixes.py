@@ -1,6 +1,7 @@
 """Stored prefixes: the same bits after a restart, and neither damaged files nor a slow disk do harm."""
 
 import logging
+import shutil
 import subprocess
 import sys
 import threading
@@ -273,6 +274,22 @@ def test_a_full_disk_is_one_warning_and_the_block_is_not_stored(
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert not list(tmp_path.glob("*/*"))
     assert files.write(hashes(1)[0], bytes(968))
+
+
+def test_blocks_are_stored_again_after_somebody_has_emptied_the_directory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "prefixes"
+    files = BlockFiles(directory, bytes(16), 968, 32_000)
+    for folder in directory.iterdir():
+        folder.rmdir()
+    assert files.write(hashes(1)[0], bytes(968))
+    assert not caplog.records
+    shutil.rmtree(directory)  # the whole directory: whoever deletes it makes it again
+    assert not files.write(hashes(1)[0], bytes(968))
+    directory.mkdir()
+    assert files.write(hashes(1)[0], bytes(968))
+    assert len(files.names()) == len(caplog.records) == 1
 
 
 def test_the_identity_of_a_network_shows_its_files_and_each_setting_that_changes_a_bit(tmp_path: Path) -> None:

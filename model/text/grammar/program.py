@@ -131,7 +131,8 @@ def read_in_fork(tokenizer: LLTokenizer, job: dict[str, Any]) -> bytes:
 
 
 def main() -> None:
-    os.nice(NICENESS)
+    # A thread with a niceness of its own may have started this program: the two must not add up.
+    os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (MAX_STACK_BYTES, MAX_STACK_BYTES))
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA_BYTES, MAX_DATA_BYTES))
