@@ -167,6 +167,11 @@ class ResponseItems(Record, kw_only=True):
     has_more: bool
 
 
+class InputTokensCount(Record, kw_only=True):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class DeletedResponse(Record, kw_only=True):
     id: str
     object: Literal["response"] = "response"

@@ -82,6 +82,11 @@ def test_a_conversation_goes_on_by_the_id_of_its_last_response(instruct: Running
         first = strict(client.responses.create(input="What is the capital of France?", **fields))
         assert first.output_text == "The capital of France is Paris."
         second = strict(client.responses.create(input="And of Italy?", previous_response_id=first.id, **fields))
+        counted = client.responses.input_tokens.count(
+            model=instruct.checkpoint.name, input="And of Italy?", previous_response_id=first.id
+        )
+        assert second.usage is not None
+        assert counted.input_tokens == second.usage.input_tokens
         history: Any = [{"role": "user", "content": "What is the capital of France?"}, *first.output]
         whole = client.responses.create(input=[*history, {"role": "user", "content": "And of Italy?"}], **fields)
         assert second.output_text == whole.output_text

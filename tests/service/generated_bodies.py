@@ -20,6 +20,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/embeddings": EmbeddingRequest,
@@ -126,6 +127,7 @@ RICH: dict[str, dict[str, Any]] = {
         "stream": True,
         "metadata": {"a": "b"},
     },
+    "/v1/responses/input_tokens": {"input": [{"role": "user", "content": "a"}], "instructions": "b"},
     "/v1/messages": CONVERSATION | {"max_tokens": 2, "stop_sequences": ["x"], "stream": True},
     "/v1/messages/count_tokens": CONVERSATION,
     "/v1/embeddings": {

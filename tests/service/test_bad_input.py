@@ -39,6 +39,7 @@ OPENAI_GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": [1, 2], "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
     "/v1/responses": {"input": "a", "max_output_tokens": 2},
+    "/v1/responses/input_tokens": {"input": "a"},
     "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
     "/v1/embeddings": {"input": [1, 2]},

@@ -163,6 +163,8 @@ def test_a_response_has_the_text_of_the_chat_and_its_events_add_up_to_it(service
         assert (found["status"] == "incomplete") == (choice["finish_reason"] == "length")
         assert found["usage"]["input_tokens"] == expected["usage"]["prompt_tokens"]
         assert found["usage"]["output_tokens"] == expected["usage"]["completion_tokens"]
+        counted = service.answer(f"{RESPONSES}/input_tokens", **body)
+        assert counted == {"object": "response.input_tokens", "input_tokens": found["usage"]["input_tokens"]}
         assert found.get("edits") == choice.get("edits")
         events = events_of(service, **body)
         check_order(events)

@@ -1,22 +1,24 @@
-"""POST /v1/responses: answer a conversation, in the form of OpenAI's Responses API."""
+"""POST /v1/responses and POST /v1/responses/input_tokens: a conversation, in the form of OpenAI's Responses API."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
-from forwardscope.results.responses import ModelResponse, OutputItem, ResponseStreamEvent
-from service.answers.call import model_call
+from forwardscope.results.responses import InputTokensCount, ModelResponse, OutputItem, ResponseStreamEvent
+from service.answers.call import ModelCall, model_call
 from service.answers.chat_stream import ChatStream
-from service.answers.chats import start_chat
+from service.answers.chats import find_tools, start_chat
+from service.answers.conversations import conversation_ids, find_template
 from service.answers.response_input import Conversation, as_input, chat_request, placed_items, read_conversation
 from service.answers.response_writer import ResponseWriter, request_settings
 from service.http.bodies import INLINE_BYTES, JsonRoute
-from service.http.encoding import to_json
+from service.http.encoding import json_response, to_json
 from service.http.errors import no_effect
 from service.http.openai_schemas import ChatRequest
-from service.http.openapi import RESPONSE_EVENT, also
+from service.http.openapi import RESPONSE_EVENT, also, error_answers
 from service.http.responses_schemas import LOGPROBS, InputItem, ResponsesRequest
 from service.http.sse import EventStream
 from service.state import StateDep
@@ -34,29 +36,62 @@ NUM_ECHOES = 2  # of the settings of a request in the first events of a stream
 )
 async def responses(body: ResponsesRequest, request: Request, state: StateDep) -> Response:
     call = model_call(body, request, state)
-    reservation = call.reservation
+    read = await read_input(body, call)
+    with call.renamed(read.conversation.rename):
+        stream = await start_chat(read.chat, call, id_prefix="resp_")
+    keep = None
+    if body.store and state.responses.is_on:
+        keep = partial(store_response, state.responses, stream.generation.id, read.items, read.num_bytes)
+    writer = ResponseWriter(body, stream, read.settings, keep)
+    if body.stream:
+        call.reservation.count(NUM_ECHOES * sum(map(len, read.settings.values())))
+        return EventStream(events(stream, writer), on_close=stream.generation.close)
+    return await stream.generation.respond_with(whole_response(stream, writer))
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    summary="Count the tokens of the prompt of a response",
+    response_model=InputTokensCount,
+    responses=error_answers(),
+)
+async def count_input_tokens(body: ResponsesRequest, request: Request, state: StateDep) -> Response:
+    call = model_call(body, request, state)
+    read = await read_input(body, call)
+    with call.renamed(read.conversation.rename):
+        tools = find_tools(read.chat, call)
+        ids = await conversation_ids(read.chat, tools, call, find_template(call.checkpoint))
+    call.note_tokens(len(ids))
+    return json_response(InputTokensCount(input_tokens=len(ids)))
+
+
+@dataclass(frozen=True)
+class ReadInput:
+    """The conversation of a request with the stored items before it, which have `num_bytes` together."""
+
+    items: list[InputItem]
+    num_bytes: int
+    conversation: Conversation
+    chat: ChatRequest
+    settings: dict[str, bytes]
+
+
+async def read_input(body: ResponsesRequest, call: ModelCall) -> ReadInput:
+    """Read a request as a chat; a large one outside of the event loop."""
+    state, reservation = call.state, call.reservation
     body_bytes = reservation.num_bytes
     items, stored_bytes = placed_items(body, state.responses, state.settings.max_body_bytes - body_bytes)
     reservation.reserve(stored_bytes)
 
-    def read() -> tuple[Conversation, ChatRequest, dict[str, bytes]]:
+    def read() -> ReadInput:
         conversation = read_conversation(items, body.instructions)
-        return conversation, chat_request(body, conversation), request_settings(body)
+        chat, settings = chat_request(body, conversation), request_settings(body)
+        return ReadInput([item for _, item in items], body_bytes + stored_bytes, conversation, chat, settings)
 
     is_small = reservation.num_bytes <= INLINE_BYTES
-    conversation, chat, settings = read() if is_small else await state.worker.executors.run("bodies", read)
-    call.leave_out(parts_without_effect(body, conversation), no_effect)
-    with call.renamed(conversation.rename):
-        stream = await start_chat(chat, call, id_prefix="resp_")
-    keep = None
-    if body.store and state.responses.is_on:
-        before = [item for _, item in items]
-        keep = partial(store_response, state.responses, stream.generation.id, before, body_bytes + stored_bytes)
-    writer = ResponseWriter(body, stream, settings, keep)
-    if body.stream:
-        reservation.count(NUM_ECHOES * sum(map(len, settings.values())))
-        return EventStream(events(stream, writer), on_close=stream.generation.close)
-    return await stream.generation.respond_with(whole_response(stream, writer))
+    found = read() if is_small else await state.worker.executors.run("bodies", read)
+    call.leave_out(parts_without_effect(body, found.conversation), no_effect)
+    return found
 
 
 def parts_without_effect(body: ResponsesRequest, conversation: Conversation) -> list[str]:
