@@ -16,7 +16,7 @@ from model.training.train import Recipe, make_parser
 from tests.conftest import source_tree
 
 CARD = (BUNDLED / "README.md").read_text(encoding="utf-8")
-LOG = [json.loads(line) for line in (BUNDLED / "training.jsonl").read_text().splitlines()]
+*LOG, MEAN = (json.loads(line) for line in (BUNDLED / "training.jsonl").read_text().splitlines())
 STARTS = [index for index, entry in enumerate(LOG) if "recipe" in entry]
 RUNS = [LOG[start:end] for start, end in zip(STARTS, [*STARTS[1:], None], strict=True)]
 PROMPTS = ("It was a dark night, and the captain", "the cat sat on", "Emma")  # as in the README
@@ -76,7 +76,7 @@ def test_the_model_card_has_the_commands_of_the_runs_in_the_log() -> None:
 
 
 def test_the_figures_of_the_model_card_agree_with_the_log_and_the_weights(bundled: Checkpoint) -> None:
-    run, *_, last, result = RUNS[-1]
+    run, *_, last, _ = RUNS[-1]
     assert run["parameters"] == bundled.parameters.total
     for figure in (
         f"{run['parameters']:,} parameters",
@@ -86,13 +86,13 @@ def test_the_figures_of_the_model_card_agree_with_the_log_and_the_weights(bundle
         f"{sum(entries[-2]['tokens'] for entries in RUNS) / 1e6:.1f} million tokens",
         f"{last['validation_loss']} nats",
         f"{last['copies_loss']} nats",
-        f"**{result['held_out']['bits_per_byte']}** bits | {result['held_out']['perplexity']:.1f} |",
+        f"**{MEAN['held_out']['bits_per_byte']}** bits | {MEAN['held_out']['perplexity']:.1f} |",
     ):
         assert figure in CARD, figure
     readme = (source_tree() / "README.md").read_text(encoding="utf-8")
     ngram = re.search(r"Kneser-Ney smoothing \| ([\d.]+) bits", CARD)
     assert ngram is not None
-    assert f"{result['held_out']['bits_per_byte']:.2f} bits a byte" in readme
+    assert f"{MEAN['held_out']['bits_per_byte']:.2f} bits a byte" in readme
     assert f"a 5-gram model of the same tokens {float(ngram[1]):.2f}" in readme
 
 

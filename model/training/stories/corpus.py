@@ -35,6 +35,7 @@ def tell(rng: random.Random) -> Story:
     story.paragraph()
     first, second = rng.sample(PLOTS, 2)
     turn(story)
+    draw_roles(story)
     first(story)
     if length == 3:
         story.paragraph()
@@ -47,12 +48,17 @@ def tell(rng: random.Random) -> Story:
             p=story.place,
             at=story.at,
         )
-        if rng.random() < 0.5:
-            story.hero, story.friend = story.friend, story.hero
+        draw_roles(story)
         second(story)
     story.paragraph()
     close_story(story)
     return story
+
+
+def draw_roles(story: Story) -> None:
+    """Draw who is the hero of the next plot, so that the order of the introductions does not say it."""
+    if story.rng.random() < 0.5:
+        story.hero, story.friend = story.friend, story.hero
 
 
 def texts(seed: int) -> Iterator[str]:
