@@ -136,7 +136,7 @@ def test_a_trace_shows_its_tokens_and_the_shapes_and_first_values_of_its_stages(
 def test_small_results_are_shown_on_one_line(model: LocalModel) -> None:
     trace = model.run(PROMPT, [])
     assert re.fullmatch(r"PositionPredictions\(.*\('[^']+' 0\.\d.*", repr(trace.predictions[0]))
-    assert re.fullmatch(r"Prediction\(.*text=' first'.*\)", repr(trace.predictions[0][0]))
+    assert re.fullmatch(r"Prediction\(.*text='[^']+'.*\)", repr(trace.predictions[0][0]))
     assert repr(trace.tokens[0]) == "PositionedToken(id=2313, text='the', position=0)"
 
 
