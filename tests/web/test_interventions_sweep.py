@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PROMPT = "When Mary and John went to the park, John gave a ball to"
 OTHER = "When Mary and John went to the park, Mary gave a ball to"
 FIELD = "patch-sweep [name=other]"
-SAME_ANSWER = ("The little girl was very", "The little boy was very")
+SAME_ANSWER = ("The girl was very happy", "The boy was very happy")
 
 
 def sweep_of(service: Running, prompt: str, other: str, token: int, minus: int) -> dict[str, Any]:

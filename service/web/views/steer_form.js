@@ -6,7 +6,7 @@ import { steeringEdit } from "./steering.js";
 
 /** @import { Source } from "./steering.js" */
 
-const PAIR = { more: "She was happy", less: "She was sad" };
+const PAIR = { more: "They laughed", less: "They cried" };
 const STRENGTH = 0.6;
 
 /**
