@@ -8,9 +8,10 @@ import pytest
 from packaging.requirements import Requirement
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
-# `service/http/connections.py` and `http_parser.py` extend uvicorn's HTTP protocol, and `model/text/template_*.py` the
-# parser and the sandbox of Jinja. After a new release, read what changed in these parts before you change a number.
-TESTED = {"uvicorn": (0, 54), "jinja2": (3, 1)}
+# `service/http/connections.py` and `http_parser.py` extend uvicorn's HTTP protocol and the connection of h11, and
+# `model/text/template_*.py` the parser and the sandbox of Jinja. After a new release, read what changed in these parts
+# before you change a number.
+TESTED = {"uvicorn": (0, 54), "h11": (0, 16), "jinja2": (3, 1)}
 
 
 @pytest.mark.parametrize("name", TESTED)

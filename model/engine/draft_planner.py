@@ -84,7 +84,7 @@ class DraftPlanner:
         drafting = able if all_costly else self._extra_time.fitting(able, length)
         if len(drafting) < len(able):
             length = self._budget.network_draft(len(decoding), len(drafting), acceptance, length)
-        if length <= 0 or not drafting or not self._reserve(drafting, length):
+        if length <= 0 or not self._reserve(drafting, length):
             if most > 0:
                 self._network_acceptance.forget_wrong()
             return decoding, 0

@@ -398,9 +398,7 @@ class Scheduler:
     def _make_room(self, sequence: SequenceState) -> bool:
         """Provide a block for the next token of a decoding sequence; preempt others, or itself, if none is free."""
         while sequence.blocks:  # without blocks, the sequence itself was preempted
-            num_more = self._blocks_for(len(sequence.tokens)) - len(sequence.blocks)
-            if num_more <= self.pool.num_free:
-                self._extend(sequence, num_more)
+            if self._reserve([sequence]):
                 return True
             self._preempt(self._youngest_of_most())
         return False
@@ -413,8 +411,8 @@ class Scheduler:
         insort(self.waiting, sequence, key=lambda s: s.order)
         self.num_preemptions += 1
 
-    def _reserve(self, sequences: Sequence[SequenceState], num_drafted: int) -> bool:
-        """Provide blocks for drafted tokens of each sequence, or for none if too few are free."""
+    def _reserve(self, sequences: Sequence[SequenceState], num_drafted: int = 0) -> bool:
+        """Provide the blocks that each sequence lacks for its tokens and drafted ones, or none if too few are free."""
         lacking = [self._blocks_for(len(each.tokens) + num_drafted) - len(each.blocks) for each in sequences]
         if sum(lacking) > self.pool.num_free:
             return False

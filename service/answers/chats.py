@@ -53,6 +53,13 @@ async def start_chat(body: ChatRequest, call: ModelCall, id_prefix: str) -> Chat
     return ChatStream(generation, [new_reader() for _ in range(body.n)], hides_reasoning=not body.include_reasoning)
 
 
+async def count_prompt(body: ChatRequest, call: ModelCall) -> int:
+    """The number of tokens of a conversation's prompt."""
+    ids = await conversation_ids(body, find_tools(body, call), call, find_template(call.checkpoint))
+    call.note_tokens(len(ids))
+    return len(ids)
+
+
 def find_tools(body: ChatRequest, call: ModelCall) -> OfferedTools:
     """The tools of a request. Tools of types that nobody here runs are left out, or a 422 if the request is strict."""
     tools = read_tools(body)

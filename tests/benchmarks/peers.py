@@ -14,8 +14,9 @@ round, each scenario is measured with one peer after the other, so that what dis
 all of them. Requests come over HTTP. Decoding is greedy and continues after an end of sequence. Every prompt is
 different and prompt caches are off, so that the same work is compared. Prompts alone (prefill) are measured in process.
 A missing peer is reported. Our engine uses drafts only if the name ends in `-drafts`: texts of random weights repeat
-themselves, so drafts are right far more often than in real text. `agrees` counts the greedy tokens, of 16, before the
-first one that differs from our float32 network.
+themselves, so drafts are right far more often than in real text. With `-target`, its steps with prompts may take 150
+milliseconds (`--target-itl-ms`), which is nearer to those of the peers. `agrees` counts the greedy tokens, of 16,
+before the first one that differs from our float32 network.
 
 Perplexity (with `--text`) is defined as in llama-perplexity, which measures llama.cpp and ik_llama.cpp: the text is
 divided into windows of `--window` tokens, and the second half of each window is scored, each token with all tokens of
@@ -174,7 +175,7 @@ def add_perplexities(
         return known[name]
 
     for name, found in peers.items():
-        own = name.removesuffix("-drafts").removesuffix("-compiled")
+        own = name.removesuffix("-drafts").removesuffix("-target").removesuffix("-compiled")
         try:
             found["perplexity"] = of(own)
             found["perplexity_text"] = f"{of(own):.3f}"

@@ -37,8 +37,7 @@ from service.answers.anthropic_conversations import ChatConversion, input_of
 from service.answers.call import ModelCall, model_call
 from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
-from service.answers.chats import find_tools, start_chat
-from service.answers.conversations import conversation_ids, find_template
+from service.answers.chats import count_prompt, start_chat
 from service.answers.generation import Choice
 from service.answers.openai_answers import ChunkTemplate
 from service.http.anthropic_schemas import ConversationRequest, CountTokensRequest, MessagesRequest
@@ -82,10 +81,7 @@ async def count_tokens(body: CountTokensRequest, request: Request, state: StateD
     call = model_call(body, request, state)
     conversion = await convert(body, call)
     with call.renamed(conversion.name):
-        tools = find_tools(conversion.chat, call)
-        ids = await conversation_ids(conversion.chat, tools, call, find_template(call.checkpoint))
-    call.note_tokens(len(ids))
-    return json_response(MessageTokensCount(len(ids)))
+        return json_response(MessageTokensCount(await count_prompt(conversion.chat, call)))
 
 
 async def convert(body: ConversationRequest, call: ModelCall) -> ChatConversion:

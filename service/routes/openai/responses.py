@@ -10,8 +10,7 @@ from fastapi import APIRouter, Request, Response
 from forwardscope.results.responses import InputTokensCount, ModelResponse, OutputItem, ResponseStreamEvent
 from service.answers.call import ModelCall, model_call
 from service.answers.chat_stream import ChatStream
-from service.answers.chats import find_tools, start_chat
-from service.answers.conversations import conversation_ids, find_template
+from service.answers.chats import count_prompt, start_chat
 from service.answers.response_input import Conversation, as_input, chat_request, placed_items, read_conversation
 from service.answers.response_writer import ResponseWriter, request_settings
 from service.http.bodies import INLINE_BYTES, JsonRoute
@@ -59,10 +58,7 @@ async def count_input_tokens(body: ResponsesRequest, request: Request, state: St
     call = model_call(body, request, state)
     read = await read_input(body, call)
     with call.renamed(read.conversation.rename):
-        tools = find_tools(read.chat, call)
-        ids = await conversation_ids(read.chat, tools, call, find_template(call.checkpoint))
-    call.note_tokens(len(ids))
-    return json_response(InputTokensCount(input_tokens=len(ids)))
+        return json_response(InputTokensCount(input_tokens=await count_prompt(read.chat, call)))
 
 
 @dataclass(frozen=True)
