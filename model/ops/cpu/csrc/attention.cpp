@@ -108,12 +108,11 @@ struct Items {
 template <class Arguments, class Number>
 CacheRows<Number> rows_of(
     const Arguments& args, const Number* pool, const BFloat16* magnitudes, long stride, const int64_t* blocks,
-    long first_head, long num_heads) {
+    long end, long first_head, long num_heads) {
     static thread_local std::vector<Number> room;
-    if (magnitudes && (long)room.size() < KEYS_IN_PLACE * num_heads * args.D)
-        room.resize(KEYS_IN_PLACE * num_heads * args.D);
+    if (magnitudes && (long)room.size() < WIDTH * num_heads * args.D) room.resize(WIDTH * num_heads * args.D);
     const CacheRows<Number> rows = {
-        pool, blocks, args.block_size, stride, num_heads, args.D, magnitudes, args.Hkv, room.data()};
+        pool, blocks, args.block_size, stride, num_heads, args.D, end, magnitudes, args.Hkv, room.data()};
     CacheRows<Number> own = rows.head(first_head);
     own.num_heads = num_heads;
     return own;
@@ -130,8 +129,8 @@ void attention(const AttentionArguments<Number>& args, long task, long num_tasks
         const int64_t* const blocks = args.blocks + s * args.max_blocks;
         const long row = args.cu_seqlens[s], head = key_head * group;
         const HeadsAttention<Format> heads = {
-            rows_of(args, args.keys, args.key_magnitudes, args.k_stride, blocks, key_head, num_heads),
-            rows_of(args, args.values, args.value_magnitudes, args.v_stride, blocks, key_head, num_heads),
+            rows_of(args, args.keys, args.key_magnitudes, args.k_stride, blocks, items.end(s), key_head, num_heads),
+            rows_of(args, args.values, args.value_magnitudes, args.v_stride, blocks, items.end(s), key_head, num_heads),
             args.q + row * args.q_stride + head * D, zeros.data(), args.z + (row * H + head) * D, args.q_stride, H * D,
             args.start[s], num_heads, group, D, args.window, (float)args.scale, (float)args.softcap, scratch,
         };
@@ -213,7 +212,7 @@ void attention_scores(const AttentionScoresArguments<Number>& args, long task, l
     for (long item = num_items * task / num_tasks; item < num_items * (task + 1) / num_tasks; item++) {
         const long key_head = item / num_parts, token = item % num_parts * item_tokens;
         const CacheRows<Number> rows =
-            rows_of(args, args.keys, args.key_magnitudes, args.k_stride, args.blocks, key_head, 1);
+            rows_of(args, args.keys, args.key_magnitudes, args.k_stride, args.blocks, S, key_head, 1);
         const HeadsAttention<Format> head = {
             rows, rows, args.q + key_head * group * D, zeros.data(), nullptr, args.q_stride, 0, start, 1, group, D,
             args.window, (float)args.scale, (float)args.softcap, scratch,

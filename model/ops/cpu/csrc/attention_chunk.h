@@ -51,16 +51,19 @@ struct PackedChunk {
 
     // Packs the keys of the positions [from, to). `from` is a multiple of STEP.
     void pack_keys(const CacheRows<Number>& cache, long from, long to, const Number* zeros) const {
-        const long lanes = num_lanes(), size = D, heads = num_heads;
+        const long lanes = num_lanes(), size = D, heads = num_heads, number_size = cache.number_size();
         for (long position = from; position < round_up(to, STEP); position += WIDTH) {
             const Number* rows[WIDTH];
             cache.find(position, to, zeros, rows);
             for (long head = 0; head < heads; head++) {
                 float* const tile = key_tile(head, position);
+                const Ahead<Number> ahead = cache.ahead(position, head);
                 for (long lane = 0; lane < lanes; lane += WIDTH) {
                     Floats vectors[WIDTH];
-                    UNROLL for (int i = 0; i < WIDTH; i++)
+                    UNROLL for (int i = 0; i < WIDTH; i++) {
                         vectors[i] = Format::load_lanes(rows[i] + head * size + lane * DEPTH, size - lane * DEPTH);
+                        ahead.prefetch(i, lane * DEPTH * number_size);
+                    }
                     transpose(vectors, tile + lane * WIDTH);
                 }
             }

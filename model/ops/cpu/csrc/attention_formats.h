@@ -76,7 +76,7 @@ struct NumberPairs : CoarseWeights {
     }
     // The values of two keys in `tiles` times 16 dims from d on, interleaved.
     template <int tiles>
-    static void load_values(const BFloat16* const* rows, long d, Floats (&vectors)[tiles]) {
+    [[gnu::always_inline]] static void load_values(const BFloat16* const* rows, long d, Floats (&vectors)[tiles]) {
         UNROLL for (int tile = 0; tile < tiles; tile += 2) {
             const long first = d + tile * WIDTH, count = (tiles - tile) * WIDTH;
             const Integers even = as_bits(load_lanes(rows[0] + first, count));

@@ -140,26 +140,24 @@ struct HeadsAttention {
     template <class Take>
     void visit_in_place(const Rows& rows, long from, long to, Multiplier<Format>& multiply, Take take) const {
         const long first = first_visible(rows.begin), count = round_up(to - from, STEP), num_rows = num_heads * group;
-        const bool has_long_rows = keys.stride * keys.number_size() >= LONG_ROW;
-        const long step = has_long_rows ? STEP : KEYS_IN_PLACE;
-        for (long begin = from; begin < to; begin += step) {
-            const long end = std::min(begin + step, to);
-            if (!has_long_rows) keys.touch(begin, end);
-            multiply_keys(rows, begin, end, rows.scores + begin - from, multiply);
-        }
+        for (long begin = from; begin < to; begin += KEYS_IN_PLACE)
+            multiply_keys(
+                rows, begin, std::min(begin + KEYS_IN_PLACE, to), rows.scores + begin - from, multiply);
         if (cap != 0) cap_scores(rows.scores, num_rows, count);
         for (long i = 0; i < num_rows; i++)
             rows.chunk_sums[i] = compute_weights<Format>(
                 rows.scores + i * SCORE_STRIDE, first - from, to - from, count, score_factor());
         std::fill(rows.chunk_values, rows.chunk_values + num_rows * D, 0.0f);
-        for (long begin = from; begin < to; begin += step) {
-            const long end = std::min(begin + step, to);
-            if (!has_long_rows) values.touch(begin, end);
-            const VisibleValues<Number> visible(values, begin, end, first, to, zeros);
+        for (long position = from; position < to; position += WIDTH) {
+            const Number* visible[WIDTH];
+            if (!IS_PREFETCHED<Number> && position % KEYS_IN_PLACE == 0)
+                values.touch(position, std::min(position + KEYS_IN_PLACE, to));
+            find_visible(values, position, first, to, zeros, visible);
             for (long head = 0; head < num_heads; head++)
                 add_head_in_place<Format>(
-                    visible, head * D, rows.scores + head * group * SCORE_STRIDE + (begin - from) / DEPTH,
-                    SCORE_STRIDE, rows.chunk_values + head * group * D, D, group);
+                    visible, head * D, values.ahead(position, head),
+                    rows.scores + head * group * SCORE_STRIDE + (position - from) / DEPTH, SCORE_STRIDE,
+                    rows.chunk_values + head * group * D, D, group);
         }
         for (long i = 0; i < num_rows; i++)
             take(i / group, rows.begin + i % group, rows.chunk_sums[i], rows.chunk_values + i * D);
@@ -167,13 +165,13 @@ struct HeadsAttention {
 
     // Multiplies the queries of all heads by the keys of the positions [begin, end) -> scores (rows, SCORE_STRIDE).
     void multiply_keys(const Rows& rows, long begin, long end, float* scores, Multiplier<Format>& multiply) const {
-        const PackedChunk<Format> packed = {begin, 1, D, rows.packed};
-        for (long head = 0; head < num_heads; head++) {
-            packed.pack_keys(keys.head(head), begin, end, zeros);
-            multiply({rows.queries + head * group * num_lanes(), num_lanes(), packed.memory, WIDTH * num_lanes(), group,
-                      round_up(end - begin, STEP) / WIDTH, num_lanes(), scores + head * group * SCORE_STRIDE,
-                      SCORE_STRIDE});
-        }
+        const PackedChunk<Format> packed = {begin, num_heads, D, rows.packed};
+        if (!IS_PREFETCHED<Number>) keys.touch(begin, end);
+        packed.pack_keys(keys, begin, end, zeros);
+        for (long head = 0; head < num_heads; head++)
+            multiply({rows.queries + head * group * num_lanes(), num_lanes(), packed.key_tile(head, begin),
+                      WIDTH * num_lanes(), group, round_up(end - begin, STEP) / WIDTH, num_lanes(),
+                      scores + head * group * SCORE_STRIDE, SCORE_STRIDE});
     }
 
     // Scores times this factor are the exponents of weights.

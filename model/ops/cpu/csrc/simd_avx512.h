@@ -120,7 +120,7 @@ inline Integers interleave_upper(Integers even, Integers odd) {
 #endif
 
 // Writes the columns of a matrix of 16 rows and 16 columns, one after the other.
-inline void transpose(Floats (&rows)[WIDTH], float* to) {
+[[gnu::always_inline]] inline void transpose(Floats (&rows)[WIDTH], float* to) {
     Floats other[WIDTH];
     for (int i = 0; i < WIDTH; i += 2) {
         other[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
