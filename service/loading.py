@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,7 @@ from model.ops.stored_weights import Weight
 from model.text.grammar.grammars import Grammars
 from model.worked_examples import WORKED_EXAMPLES
 from service.drafts import DraftModel, load_draft
+from service.network_thread import NetworkThread
 from service.settings import Settings
 from service.state import State
 from service.stored_prefixes import StoredPrefixes
@@ -40,6 +42,7 @@ from service.stored_prefixes import StoredPrefixes
 logger = logging.getLogger(__name__)
 # Two words: the CPU time per period ("max": no limit) and the length of the period, both in microseconds.
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+IDLE_CHECK_SECONDS = 0.01
 # Prompt tokens that fit into a step beside `max_num_seqs` sequences with one token each.
 CPU_PROMPT_TOKENS, CUDA_PROMPT_TOKENS = 512, 2048
 
@@ -62,7 +65,14 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
     gc.freeze()  # otherwise each full collection visits all loaded objects, which stops every thread for 0.2 seconds
     state.loaded.set()
     if state.engine is not None:
-        await state.worker.run_detached(state.engine.populate_cache)  # takes up to seconds, and requests need not wait
+        await state.worker.run_detached(partial(populate_cache, state.engine, state.worker.network_thread))
+
+
+def populate_cache(engine: Engine, network_thread: NetworkThread) -> None:
+    """Let the system provide the memory of the engine's cache, which takes up to seconds, while no request computes."""
+    for _ in engine.populate_cache():
+        while not network_thread.is_idle:
+            time.sleep(IDLE_CHECK_SECONDS)
 
 
 async def set_up(state: State, checkpoint: Checkpoint, on_failure: Callable[[], None] | None) -> None:

@@ -41,6 +41,8 @@ class NetworkThread:
         self._posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # Used on the network's thread:
         self._jobs: deque[Job[Any]] = deque()
+        self.is_idle = False
+        """Whether the thread waits for something to do. Any thread may read it."""
         self._next_job = 0.0  # when the next job may start
         self._piece_began = 0.0  # when the job that runs began or continued
         self._engine: Engine | None = None
@@ -150,7 +152,10 @@ class NetworkThread:
         if not wait and self._posted.empty():  # the usual case while tokens are generated
             return
         try:
-            self._next_posted(wait=wait)()
+            self.is_idle = wait
+            posted = self._next_posted(wait=wait)
+            self.is_idle = False
+            posted()
             while True:
                 self._posted.get_nowait()()
         except Empty:

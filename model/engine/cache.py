@@ -18,6 +18,7 @@ from model.ops.cpu import large_memory
 from model.ops.quantized_rows import MAGNITUDE_DTYPE, QuantizedRows, dequantize_rows, quantize_rows
 
 Rows = Tensor | QuantizedRows
+POPULATED_BYTES = 1 << 21  # of a layer, at a time
 MAX_GATHERED = 1024  # blocks that are gathered at a time, unless one sequence alone has more
 
 
@@ -64,14 +65,19 @@ class PagedCache:
             for _ in range(2)
         ]
 
-    def populate(self) -> None:
-        """Let the system provide all memory now: each page that a step is the first to write slows the step down.
+    def populate(self) -> Iterator[None]:
+        """Let the system provide all memory, in steps: each page that a pass is the first to write slows the pass down.
 
-        Steps may run on another thread meanwhile.
+        Blocks are used in order, so the first ones of all layers come first. Another thread may run passes meanwhile.
         """
-        if self.device.type == "cpu":
-            for slots in (*self._pools, *self._magnitudes):
-                large_memory.populate(slots)
+        if self.device.type != "cpu":
+            return
+        layers = [layer for slots in (*self._pools, *self._magnitudes) for layer in slots]
+        step = max(1, POPULATED_BYTES // layers[0][0].nbytes)
+        for start in range(0, layers[0].shape[0], step):
+            for slots in layers:
+                large_memory.populate(slots[start : start + step])
+                yield
 
     def keys(self, layer: int) -> Rows:
         """The keys of a layer, (num_blocks * block_size, Hkv, D)."""

@@ -10,7 +10,7 @@ keys and values (draft_cache.py).
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -95,10 +95,10 @@ class DraftNetwork:
         self.can_draft = True
         """Whether our kernels compute the network completely, as far as is known."""
 
-    def populate_cache(self) -> None:
-        """Let the system provide the memory of its own cache, if it has one. Steps may run meanwhile."""
+    def populate_cache(self) -> Iterator[None]:
+        """Let the system provide the memory of its own cache, if it has one: see `PagedCache.populate`."""
         if self._own is not None:
-            self._cache.populate()
+            yield from self._cache.populate()
 
     def draft(
         self,

@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -355,11 +355,11 @@ class Engine:
         if self._leading_network is not None:
             self._leading_network.keep_alive()
 
-    def populate_cache(self) -> None:
-        """Let the system provide the memory of the cache. Another thread may call it while this one computes steps."""
-        self._cache.populate()
+    def populate_cache(self) -> Iterator[None]:
+        """Let the system provide the memory of the caches: see `PagedCache.populate`."""
+        yield from self._cache.populate()
         if self._draft_network is not None:
-            self._draft_network.populate_cache()
+            yield from self._draft_network.populate_cache()
 
     def stats(self) -> Stats:
         """The state now. Another thread may call it; then the numbers may come from different moments of a step."""

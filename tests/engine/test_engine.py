@@ -453,7 +453,7 @@ class TestRefusals:
             "import resource; from model.engine.engine import Engine, EngineConfig; from tests.tiny import exact;"
             "pages = lambda: int(open('/proc/self/statm').read().split()[1]); model = exact('llama'); before = pages();"
             "engine = Engine(model, None, EngineConfig(cache_bytes=1 << 28)); created = pages();"
-            "engine.populate_cache();"
+            "list(engine.populate_cache());"
             "print(*((number - before) * resource.getpagesize() for number in (created, pages())))"
         )
         found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

@@ -7,15 +7,18 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from service import loading
 from service.__main__ import main
-from service.loading import load, load_model, num_threads
+from service.loading import IDLE_CHECK_SECONDS, load, load_model, num_threads, populate_cache
+from service.network_thread import NetworkThread
 from service.settings import Settings
 from service.state import State
 from tests.service.checkpoints import write_checkpoint
@@ -55,6 +58,35 @@ class TestLoading:
         finally:
             loaded.set()
             loading.stop()
+
+    def test_the_memory_of_the_cache_is_provided_only_while_the_network_waits_for_work(self) -> None:
+        network_thread = NetworkThread(lambda *_: None, lambda _: None)
+        computes, release, provided = threading.Event(), threading.Event(), []
+
+        def populate() -> Iterator[None]:
+            for part in range(3):
+                provided.append(part)
+                yield
+
+        def compute() -> None:
+            computes.set()
+            assert release.wait(PATIENCE_SECONDS)
+
+        wait_until(lambda: network_thread.is_idle, "the thread to wait")
+        pass_of_a_request = network_thread.submit(compute)
+        assert computes.wait(PATIENCE_SECONDS)
+        thread = threading.Thread(
+            target=populate_cache, args=(SimpleNamespace(populate_cache=populate), network_thread), daemon=True
+        )
+        thread.start()
+        wait_until(lambda: provided, "the first part")
+        time.sleep(10 * IDLE_CHECK_SECONDS)
+        assert provided == [0]
+        release.set()
+        pass_of_a_request.result(PATIENCE_SECONDS)
+        thread.join(PATIENCE_SECONDS)
+        assert provided == [0, 1, 2]
+        network_thread.close()
 
     def test_a_service_without_a_checkpoint_is_ready_and_its_errors_say_what_is_missing(self, empty: Running) -> None:
         assert empty.get("/ready").status_code == 200

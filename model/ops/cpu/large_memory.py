@@ -14,7 +14,6 @@ from torch import Tensor
 
 LARGE = 1 << 22  # bytes: less than this is taken from PyTorch
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14 and later, which Python does not name
-STEP = 1 << 25  # bytes that are provided at a time
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -35,10 +34,8 @@ def populate(tensor: Tensor) -> None:
         return
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    for address in range(start, end, STEP):
-        size = min(STEP, end - address)
-        if _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), POPULATE_WRITE):
-            return  # an older Linux: each page is provided at the first write
+    if start < end:  # an older Linux provides each page at the first write instead
+        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), POPULATE_WRITE)
 
 
 @cache
