@@ -42,7 +42,7 @@ from service.stored_prefixes import StoredPrefixes
 logger = logging.getLogger(__name__)
 # Two words: the CPU time per period ("max": no limit) and the length of the period, both in microseconds.
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
-IDLE_CHECK_SECONDS = 0.01
+POPULATE_PAUSE_SECONDS = 0.1
 # Prompt tokens that fit into a step beside `max_num_seqs` sequences with one token each.
 CPU_PROMPT_TOKENS, CUDA_PROMPT_TOKENS = 512, 2048
 
@@ -69,10 +69,10 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
 
 
 def populate_cache(engine: Engine, network_thread: NetworkThread) -> None:
-    """Let the system provide the memory of the engine's cache, which takes up to seconds, while no request computes."""
+    """Let the system provide the memory of the cache, which takes up to seconds: slowly while requests compute."""
     for _ in engine.populate_cache():
-        while not network_thread.is_idle:
-            time.sleep(IDLE_CHECK_SECONDS)
+        if not network_thread.is_idle:
+            time.sleep(POPULATE_PAUSE_SECONDS)
 
 
 async def set_up(state: State, checkpoint: Checkpoint, on_failure: Callable[[], None] | None) -> None:
