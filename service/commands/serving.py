@@ -55,6 +55,8 @@ def serve(settings: Settings, arguments: Sequence[str]) -> int:
         logger.error("cannot listen on %s, port %d: %s", settings.host, settings.port, error)
         return 1
     server = make_server(app)
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # the terminal was closed
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     server.run(sockets)
     status = 0 if state.failure is None else 1
     if state.worker.has_detached_job:  # a normal exit while torch runs on that thread would abort the process

@@ -12,7 +12,6 @@ from service.http.generate_schemas import GenerationRequest
 from service.http.openai_schemas import (
     FUNCTION_NAME,
     MAX_MESSAGES,
-    TOP_K,
     TOP_LOGPROBS,
     Ignored,
     JsonObject,
@@ -127,7 +126,6 @@ class MessagesRequest(ConversationRequest, OtherServers, GenerationRequest):
     )
     n: int = Field(1, ge=1, le=1, description="always 1")
     logprobs: int | None = TOP_LOGPROBS
-    top_k: int | None = TOP_K
     stop_sequences: Annotated[list[ShortText], Field(fail_fast=True), at_most(200)] = Field(
         [], max_length=200, description="strings that end the text, like `stop`"
     )

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, Tag, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from service.http.errors import invalid
 from service.http.field_names import alternatives
@@ -50,6 +52,17 @@ def _is_object(kind: Any) -> bool:
     return kind is dict or (isinstance(kind, type) and issubclass(kind, BaseModel))
 
 
+ANNOTATIONS = ("title", "description", "default", "neutral", "instead")
+NULL = {"type": "null"}
+
+
+def nullable(field: JsonSchemaValue) -> JsonSchemaValue:
+    """The JSON schema of a field that may also be null."""
+    about = {name: value for name, value in field.items() if name in ANNOTATIONS}
+    kinds = field.get("anyOf") or [{name: value for name, value in field.items() if name not in ANNOTATIONS}]
+    return field if {} in kinds or NULL in kinds else {**about, "anyOf": [*kinds, NULL]}
+
+
 class Nullable(StrictBody):
     """An object of a client's request, whose unknown fields may be left out.
 
@@ -70,6 +83,15 @@ class Nullable(StrictBody):
             for name, value in values.items()
             if value is not None and not (value == [] and name in objects)
         }
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        described = handler(schema)
+        fields = handler.resolve_ref_schema(described)
+        for name, field in fields.get("properties", {}).items():
+            if name not in fields.get("required", []):
+                fields["properties"][name] = nullable(field)
+        return described
 
 
 def check_implemented(body: Nullable, where: str = "") -> None:
@@ -92,7 +114,6 @@ TOP_LOGPROBS: Any = Field(
     le=MAX_TOP,
     description="report the log-probabilities of each token and of this many most likely ones",
 )
-TOP_K: Any = Field(None, ge=-1, le=MAX_TOP_K, description="0 or -1 keeps all tokens; default: the checkpoint's, else 0")
 
 
 class StreamOptions(Nullable):
@@ -102,9 +123,9 @@ class StreamOptions(Nullable):
 
 
 class OtherServers(Nullable):
-    """Fields that change the text on other servers, and that are not implemented here under these names.
+    """Fields and values of other servers, which clients send by mistake or by habit.
 
-    Clients send them by mistake, or by habit with their neutral values. To leave them out would be a silent change.
+    Those that change the text are not implemented here under these names: to leave them out would be a silent change.
     """
 
     max_new_tokens: Any = not_implemented(-1, instead="max_tokens")
@@ -146,6 +167,30 @@ class OtherServers(Nullable):
     no_repeat_ngram_size: Any = not_implemented(0)
     prompt_embeds: Any = not_implemented()
     extra_body: Any = not_implemented({}, instead="each of its fields")  # an option of OpenAI's SDK
+    top_k: int | None = Field(
+        None, ge=-1, le=MAX_TOP_K, description="0 or -1 keeps all tokens; default: the checkpoint's, else 0"
+    )
+    top_p: float | None = Field(
+        None, ge=0, le=1, description="0 keeps only the most likely token; default: the checkpoint's, else 1"
+    )
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="default: a new random seed for each request")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_none(cls, values: Any) -> Any:
+        """Drop the values that mean "none" to other servers: no limit, a random seed, no stop string.
+
+        OpenAI's API also allows 0 for `top_p`.
+        """
+        if not isinstance(values, dict):
+            return values
+        values = {name: value for name, value in values.items() if not (name in MINUS_ONE and value == -1)}
+        if type(values.get("top_p")) in (int, float) and values["top_p"] == 0:
+            values |= {"top_p": 1, "top_k": 1}
+        stop = values.get("stop")
+        if stop == "" or (isinstance(stop, list) and "" in stop):
+            values["stop"] = [text for text in stop if text != ""]
+        return values
 
 
 class OpenAIRequest(OtherServers, GenerationRequest):
@@ -153,11 +198,6 @@ class OpenAIRequest(OtherServers, GenerationRequest):
 
     model_config = ConfigDict(extra="ignore")
 
-    top_k: int | None = TOP_K
-    top_p: float | None = Field(
-        None, ge=0, le=1, description="0 keeps only the most likely token; default: the checkpoint's, else 1"
-    )
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="default: a new random seed for each request")
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP, description="report the log-probabilities of the prompt's tokens, as vLLM does"
@@ -182,23 +222,6 @@ class OpenAIRequest(OtherServers, GenerationRequest):
     truncate_prompt_tokens: Any = not_implemented()
     detokenize: Any = not_implemented(True)
     request_id: Ignored
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_none(cls, values: Any) -> Any:
-        """Drop the values that mean "none" to other servers: no limit, a random seed, no stop string.
-
-        OpenAI's API also allows 0 for `top_p`.
-        """
-        if not isinstance(values, dict):
-            return values
-        values = {name: value for name, value in values.items() if not (name in MINUS_ONE and value == -1)}
-        if type(values.get("top_p")) in (int, float) and values["top_p"] == 0:
-            values |= {"top_p": 1, "top_k": 1}
-        stop = values.get("stop")
-        if stop == "" or (isinstance(stop, list) and "" in stop):
-            values["stop"] = [text for text in stop if text != ""]
-        return values
 
 
 # POST /v1/completions
@@ -380,7 +403,7 @@ class ChatRequest(OpenAIRequest):
         None, description="passed to a chat template that uses it; if the template only has a switch, none turns it off"
     )
     enable_thinking: bool | None = Field(None, description="passed to a chat template with a switch for thinking")
-    verbosity: Any = not_implemented("medium")
+    verbosity: Ignored
     web_search_options: Any = not_implemented()
     moderation: Any = not_implemented()
     include_reasoning: bool = Field(True, description="false: leave the text between the marks of thinking out")

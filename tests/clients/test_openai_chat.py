@@ -230,7 +230,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"verbosity": "low"}, "verbosity"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice"),
         ({"functions": [{"name": "f"}], "tools": [WEATHER]}, "functions"),

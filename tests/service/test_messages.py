@@ -68,6 +68,12 @@ def test_our_own_fields_work_here_too(thinking: Running) -> None:
     assert events[-2]["edits"] == whole["edits"]
 
 
+def test_values_that_mean_none_to_other_servers_are_allowed(tiny: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+    greedy = tiny.answer(MESSAGES, **body, temperature=0)["content"]
+    assert tiny.answer(MESSAGES, **body, top_p=0, top_k=-1, seed=-1)["content"] == greedy
+
+
 def test_what_has_no_effect_is_left_out_and_named(tiny: Running) -> None:
     body = {
         "messages": [

@@ -112,6 +112,26 @@ class TestSignals:
             assert len(whole.result().json()["tokens"]) == 3
             check_ended(service, -signal.SIGTERM)
 
+    @pytest.mark.parametrize("is_ignored", [False, True])
+    def test_a_closed_terminal_ends_the_service_like_sigterm_unless_hangups_are_ignored(
+        self, endless: Path, is_ignored: bool
+    ) -> None:
+        """`nohup` ignores them."""
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+        try:
+            with ready_process(endless) as (service, address), ThreadPoolExecutor(1) as pool:
+                stream = pool.submit(post, address, "/generate", FOREVER | {"max_tokens": 4000, "stream": True})
+                wait_until(lambda: running_and_waiting(address) == (1, 0), "it runs")
+                service.send_signal(signal.SIGHUP)
+                *tokens, end = read_events(stream.result().content)
+                assert (len(tokens), end["finish_reason"]) == (4000, "length")
+                if is_ignored:
+                    assert get(address, "/ready").status_code == 200
+                    service.send_signal(signal.SIGTERM)
+                check_ended(service, -signal.SIGTERM)
+        finally:
+            signal.signal(signal.SIGHUP, before)
+
     def test_when_the_grace_period_after_ctrl_c_is_over_every_request_is_cancelled(self, endless: Path) -> None:
         with (
             ready_process(endless, "--max-num-seqs", "2", "--shutdown-grace-seconds", "1") as (service, address),
