@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ import uvloop
 
 from tests.benchmarks.client import LLAMA, OURS, VLLM, Timed, generate
 from tests.benchmarks.peer_catalog import LLAMA_KINDS, PEERS, MissingError, Peer
-from tests.benchmarks.peer_servers import PREFILLS, versions
+from tests.benchmarks.peer_servers import CACHE_GIB, PREFILLS, versions
 from tests.benchmarks.serve import ROOT, Prompts
 
 START_SECONDS = 300
@@ -37,6 +38,14 @@ class Installed:
     vllm_python: str
     llama_cpp: Path | None
     ik_llama_cpp: Path | None
+
+
+def cache_gib(config: Mapping[str, Any], num_tokens: int) -> int:
+    """The GiB of keys and values in float32 of this many tokens, rounded up."""
+    num_heads = config["num_attention_heads"]
+    d_head = config.get("head_dim") or config["hidden_size"] // num_heads
+    num_numbers = 2 * config["num_hidden_layers"] * config.get("num_key_value_heads", num_heads) * d_head * num_tokens
+    return math.ceil(4 * num_numbers / (1 << 30))
 
 
 class Bench:
@@ -53,14 +62,16 @@ class Bench:
         self._vllm_python = os.path.abspath(shutil.which(installed.vllm_python) or installed.vllm_python)
         self._binaries = {"llama.cpp": installed.llama_cpp, "ik_llama.cpp": installed.ik_llama_cpp}
         self._work = work
+        config = json.loads((work / "checkpoint" / "config.json").read_text())
+        self._cache_gib = str(cache_gib(config, slots * slot_tokens))
         self._environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": str(threads),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, as ours
+            "VLLM_CPU_KVCACHE_SPACE": self._cache_gib,
+            CACHE_GIB: self._cache_gib,
         }
-        config = json.loads((work / "checkpoint" / "config.json").read_text())
         self.prompts = Prompts(config["vocab_size"])
 
     # Requests
@@ -121,7 +132,8 @@ class Bench:
             command = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
             return [self._vllm_python, *command, *size, *options]
         if peer.kind == "ours":
-            return self._own(peer, "-m", "service", "--model", model, "--port", str(port), *peer.options)
+            size = ["--port", str(port), "--cache-bytes", f"{self._cache_gib}G"]
+            return self._own(peer, "-m", "service", "--model", model, *size, *peer.options)
         return self._own(peer, *self._module("peer_servers", "serve", peer), "--port", str(port))
 
     def _module(self, module: str, command: str, peer: Peer) -> list[str]:

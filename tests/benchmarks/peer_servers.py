@@ -12,6 +12,7 @@ the best case for such an engine.
 import argparse
 import asyncio
 import json
+import os
 import random
 import sys
 import time
@@ -24,6 +25,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Protocol
 
+CACHE_GIB = "BENCHMARK_CACHE_GIB"  # environment variable: the size of the cache, as that of our service
 QUIET_SECONDS = 0.01  # after this time without a new request, the requests that have arrived are a batch
 STATIC_LENGTH = 256  # lengths of static caches are multiples of it, so that similar lengths share a cache
 PREFILLS = (512, 1500)
@@ -143,7 +145,7 @@ class OpenVino:
         import openvino_genai as genai
 
         scheduler = genai.SchedulerConfig()
-        scheduler.cache_size = 1  # GiB, as ours
+        scheduler.cache_size = int(os.environ.get(CACHE_GIB, "1"))
         scheduler.enable_prefix_caching = False
         properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
         if not variant.startswith("int"):
