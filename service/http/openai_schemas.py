@@ -403,7 +403,6 @@ class ChatRequest(OpenAIRequest):
         None, description="passed to a chat template that uses it; if the template only has a switch, none turns it off"
     )
     enable_thinking: bool | None = Field(None, description="passed to a chat template with a switch for thinking")
-    verbosity: Ignored
     web_search_options: Any = not_implemented()
     moderation: Any = not_implemented()
     include_reasoning: bool = Field(True, description="false: leave the text between the marks of thinking out")

@@ -113,6 +113,7 @@ FIELDS: list[tuple[str, dict[str, Any], list[str]]] = [
             "tools.2",
         ],
     ),
+    ("the length of the answer in words", after(USER) | {"verbosity": "low"}, ["verbosity"]),
     ("nulls say nothing", after(USER | {"parsed": None, "audio": None, "x": None}) | {"think": None, "y": None}, []),
     (
         "settings of thinking that the template does not use",
