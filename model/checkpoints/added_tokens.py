@@ -11,12 +11,14 @@ from typing import Any
 
 from model.checkpoints.chat_templates import CONFIG, read_special_tokens, read_tokenizer_config
 from model.errors import CheckpointError, join_names, printable_name, short_repr
-from model.files import read_json
+from model.files import is_present, read_json
 from model.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 LEGACY = "added_tokens.json"
+# Tokenizers in other forms, which transformers can convert.
+OTHER_FORMS = ("tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "tekken.json", "tiktoken.model")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 MAX_ADDED_TOKENS = 1 << 16
 
@@ -26,7 +28,15 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
 
     An id that another token has is named in a warning. Raises `CheckpointError` for an id that cannot be given.
     """
-    if not (directory / "tokenizer.json").exists():
+    if not is_present(directory / "tokenizer.json"):
+        others = [name for name in OTHER_FORMS if is_present(directory / name)]
+        if others:
+            logger.warning(
+                "%s: has no tokenizer.json, so only token ids can be used; %s: not read. Where you trust the files, "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes a tokenizer.json",
+                directory,
+                join_names(others),
+            )
         return None
     tokenizer = Tokenizer.from_directory(directory)
     named = read_special_tokens(directory)
@@ -49,7 +59,7 @@ def _listed_tokens(directory: Path, special: set[str]) -> Iterator[dict[str, Any
     """The added tokens of the other files, in the form of `tokenizer.json`."""
     path = directory / CONFIG
     listed = read_tokenizer_config(directory).get("added_tokens_decoder")
-    if listed is None and (directory / LEGACY).exists():
+    if listed is None and is_present(directory / LEGACY):
         path = directory / LEGACY
         texts = read_json(path)
         listed = {

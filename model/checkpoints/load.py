@@ -25,7 +25,7 @@ from model.checkpoints.tensor_source import TensorSource
 from model.choices import Kernels, Quantization
 from model.config import ModelConfig
 from model.errors import CheckpointError, short_repr
-from model.files import read_json
+from model.files import is_present, read_json
 from model.network.adapters import Adapter
 from model.network.parameters import ParameterCount, count_parameters
 from model.network.prepare import keeps_any_format, prepare_model
@@ -215,7 +215,7 @@ def _read_directory(location: Location, chat_template: Path | None) -> Contents:
     config = read_json(directory / "config.json")
     family, model_config = translate(config)
     path = directory / "generation_config.json"
-    defaults = read_generation_defaults(read_json(path) if path.exists() else {}, config)
+    defaults = read_generation_defaults(read_json(path) if is_present(path) else {}, config)
     tokenizer = read_tokenizer(directory)
     template = read_chat_template(directory, tokenizer, chat_template)
     special_tokens = read_special_tokens(directory)

@@ -1,18 +1,24 @@
 """Find the files of a checkpoint: a directory, one safetensors or GGUF file, or a hub id that is downloaded first."""
 
 import difflib
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from model.checkpoints.gguf_files.header import MAGIC
 from model.checkpoints.gguf_files.parts import SUFFIX as GGUF_SUFFIX
 from model.checkpoints.gguf_files.parts import find_gguf
 from model.checkpoints.safetensors_directory import PICKLE_HINT, PICKLE_SUFFIXES, SUFFIX
 from model.errors import CheckpointError, join_names, printable_name
+from model.files import is_present
 from model.server_address import server_url
+
+logger = logging.getLogger(__name__)
 
 BUNDLED = Path(__file__).parents[1] / "bundled"
 """The directory of the checkpoint that is part of the package."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WORKED_EXAMPLES = ("ai-rocks", "a-tokens-journey", "i-like-transformers")  # served names that are no checkpoints
 RESERVED = ("bundled", "none", *WORKED_EXAMPLES)
 HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+).*")
@@ -94,8 +100,28 @@ def _no_hub_id(source: str) -> str | None:
 
 
 def _weights_of(directory: Path) -> Path:
-    """The GGUF file of a directory without a config.json, if there is one; otherwise the directory."""
-    return directory if (directory / "config.json").exists() else find_gguf(directory) or directory
+    """The directory if it has a config.json and safetensors; otherwise its GGUF file, if there is one.
+
+    Raises `CheckpointError` for the directory of a LoRA adapter. One beside a checkpoint is named in a warning.
+    """
+    is_adapter = is_present(directory / ADAPTER_CONFIG)
+    has_weights = any(path.name != ADAPTER_WEIGHTS for path in directory.glob(f"*{SUFFIX}"))
+    if not (has_weights and is_present(directory / "config.json")):
+        weights = find_gguf(directory)
+        if weights is None and is_adapter and not has_weights:
+            raise CheckpointError(
+                f"{directory}: is a LoRA adapter, not a checkpoint; load its base model, with "
+                f"--adapter NAME={directory}"
+            )
+        return weights or directory
+    if is_adapter:
+        logger.warning(
+            "%s: the network is loaded without the adapter of %s; --adapter NAME=%s offers it to requests",
+            directory,
+            ADAPTER_CONFIG,
+            directory,
+        )
+    return directory
 
 
 def _weights_file(path: Path) -> Path:
@@ -104,6 +130,10 @@ def _weights_file(path: Path) -> Path:
         return path
     if path.suffix in PICKLE_SUFFIXES:
         raise CheckpointError(f"{path}: {PICKLE_HINT}")
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) == MAGIC:
+                raise CheckpointError(f"{path}: is a GGUF file; give a link to it whose name ends in {GGUF_SUFFIX}")
     raise CheckpointError(
         f"{path}: not a checkpoint; use a directory with a config.json, or a *.safetensors or *.gguf file"
     )

@@ -1,6 +1,7 @@
 """The tokens that only `tokenizer_config.json` or `added_tokens.json` adds have the ids and flags of transformers."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +131,11 @@ def test_a_damaged_list_is_refused(decoder: Any, tmp_path: Path) -> None:
     write(tmp_path, {"added_tokens_decoder": decoder})
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: .*added token"):
         read(tmp_path)
+
+
+def test_a_tokenizer_in_another_form_is_named_in_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert read_tokenizer(tmp_path) is None
+    assert not caplog.messages
+    (tmp_path / "tokenizer.model").touch()
+    assert read_tokenizer(tmp_path) is None
+    assert re.search(r"no tokenizer\.json, .* tokenizer\.model: not read.*save_pretrained", caplog.text)

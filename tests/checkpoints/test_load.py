@@ -256,6 +256,24 @@ class TestFiles:
         save_file({"layers.0.attention.wq.weight": torch.ones(16)}, directory / "consolidated.safetensors")
         load_checkpoint(str(directory))
 
+    def test_one_file_comes_before_the_index_of_an_earlier_save_as_in_transformers(
+        self, originals: dict[str, Path], tmp_path: Path
+    ) -> None:
+        """transformers leaves the index there, and the shards, too, if their names do not end in numbers."""
+        earlier = transformers.AutoModelForCausalLM.from_pretrained(originals["untied"])
+        earlier.save_pretrained(tmp_path, max_shard_size="4KB")
+        shards = {path: path.read_bytes() for path in tmp_path.glob("model-*")}
+        later = transformers.AutoModelForCausalLM.from_config(earlier.config).eval()
+        later.save_pretrained(tmp_path)
+        assert (tmp_path / "model.safetensors.index.json").exists()
+        ids = random_ids(71, 9)
+        expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits
+        assert torch.equal(expected, later(ids).logits)
+        torch.testing.assert_close(load_checkpoint(str(tmp_path)).model(ids), expected)
+        for path, content in shards.items():
+            path.write_bytes(content)
+        torch.testing.assert_close(load_checkpoint(str(tmp_path)).model(ids), expected)
+
     def test_several_files_without_an_index_are_refused(self, copy_of: Callable[[str], Path]) -> None:
         directory = copy_of("tied")
         (directory / "model.safetensors").rename(directory / "a.safetensors")
@@ -268,6 +286,7 @@ class TestFiles:
         self, copy_of: Callable[[str], Path], weight_map: object
     ) -> None:
         directory = copy_of("tied")
+        (directory / "model.safetensors").rename(directory / "a.safetensors")
         (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(CheckpointError, match=r"index\.json: weight_map is not an object"):
             load_checkpoint(str(directory))
