@@ -475,6 +475,15 @@ class TestGenerationDefaults:
     ) -> None:
         assert self.read(copy_of("tied"), generation).eos_token_ids == eos_token_ids
 
+    def test_an_end_of_sequence_that_the_network_lacks_is_named_in_a_warning(
+        self, copy_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        directory = copy_of("tied")
+        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [70, 71, -1]}))
+        generation = load_checkpoint(str(directory)).generation
+        assert generation.eos_token_ids == generation.chat_eos_token_ids == (70,)
+        assert "eos_token_id -1, 71: without effect, because the network has only 71 tokens" in caplog.text
+
     def test_sampling_parameters_are_read(self, copy_of: Callable[[str], Path]) -> None:
         sampling = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1}
         assert self.read(copy_of("tied"), sampling | {"do_sample": True, "bos_token_id": 1}).sampling == sampling
