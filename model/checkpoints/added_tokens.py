@@ -5,7 +5,7 @@
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ MAX_ADDED_TOKENS = 1 << 16
 def read_tokenizer(directory: Path) -> Tokenizer | None:
     """The tokenizer of a checkpoint, or None if it has no `tokenizer.json`.
 
+    As in transformers, a token is special if any of the files says so, or if the configuration names it, as "eos_token".
+
     An id that another token has is named in a warning. Raises `CheckpointError` for an id that cannot be given.
     """
     if not is_present(directory / "tokenizer.json"):
@@ -41,15 +43,19 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
     tokenizer = Tokenizer.from_directory(directory)
     named = read_special_tokens(directory)
     known = tokenizer.added_tokens
-    added = [token for token in _listed_tokens(directory, set(named.values())) if token["content"] not in known]
+    all_listed = list(_listed_tokens(directory, set(named.values())))
+    added = [token for token in all_listed if token["content"] not in known]
     listed = {token["content"] for token in added}
+    special = {*named.values(), *(token["content"] for token in all_listed if token["special"])}
+    changed = {content for content in special if known.get(content) is False}
     for content in dict.fromkeys([*named.values(), *_additional_tokens(directory)]):
         token_id = tokenizer.id_of(content)
         if token_id is not None and content not in known and content not in listed:
             added.append({"id": token_id, "content": content, **dict.fromkeys(FLAGS, False), "special": True})
-    if added:
-        tokenizer = _with_tokens(tokenizer, added, directory)
+    if added or changed:
+        tokenizer = _with_tokens(tokenizer, added, changed, directory)
     missing = [f"{name} {printable_name(text)}" for name, text in named.items() if tokenizer.id_of(text) is None]
+    missing += [printable_name(text) for text in _additional_tokens(directory) if tokenizer.id_of(text) is None]
     if missing:
         logger.warning("%s: names tokens that do not exist: %s", directory / CONFIG, join_names(missing))
     return tokenizer
@@ -88,8 +94,10 @@ def _additional_tokens(directory: Path) -> list[str]:
     return [content for content in contents if isinstance(content, str)]
 
 
-def _with_tokens(tokenizer: Tokenizer, added: list[dict[str, Any]], directory: Path) -> Tokenizer:
-    """The same tokenizer with more added tokens, which keep their ids."""
+def _with_tokens(
+    tokenizer: Tokenizer, added: list[dict[str, Any]], changed: Collection[str], directory: Path
+) -> Tokenizer:
+    """The same tokenizer with more added tokens, which keep their ids. The `changed` ones are special from now on."""
     state = tokenizer.state()
     text_of = _texts_by_id(state)
     for token in list(added):
@@ -100,6 +108,8 @@ def _with_tokens(tokenizer: Tokenizer, added: list[dict[str, Any]], directory: P
         elif other != token["content"]:
             logger.warning("%s: the id %d of the added token %s is that of another one", directory, token["id"], name)
             added.remove(token)
+    for token in state["added_tokens"]:
+        token["special"] |= token["content"] in changed
     state["added_tokens"] = sorted([*state["added_tokens"], *added], key=lambda token: int(token["id"]))
     vocabulary = state["model"].get("vocab")
     if isinstance(vocabulary, dict):  # so that the library does not number the tokens anew
