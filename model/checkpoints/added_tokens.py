@@ -26,7 +26,7 @@ MAX_ADDED_TOKENS = 1 << 16
 def read_tokenizer(directory: Path) -> Tokenizer | None:
     """The tokenizer of a checkpoint, or None if it has no `tokenizer.json`.
 
-    As in transformers, a token is special if any of the files says so, or if the configuration names it, as "eos_token".
+    As in transformers, a token is special if any file says so, or if the configuration names it, as "eos_token".
 
     An id that another token has is named in a warning. Raises `CheckpointError` for an id that cannot be given.
     """
