@@ -21,6 +21,7 @@ BUNDLED = Path(__file__).parents[1] / "bundled"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WORKED_EXAMPLES = ("ai-rocks", "a-tokens-journey", "i-like-transformers")  # served names that are no checkpoints
 RESERVED = ("bundled", "none", *WORKED_EXAMPLES)
+SNAPSHOT = re.compile(r"models--(.+)/snapshots/[0-9a-f]{40}")
 HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+).*")
 
 
@@ -34,8 +35,15 @@ class Location:
 
     @property
     def name(self) -> str:
-        """The name of a local checkpoint: that of the file if the weights are one file, else of the directory."""
-        return self.directory.resolve().name if self.weights == self.directory else self.weights.stem
+        """The name of a local checkpoint: that of the file if the weights are one file, else of the directory.
+
+        For a directory in the cache of the hub, whose own name is that of a commit, it is the hub id.
+        """
+        if self.weights != self.directory:
+            return self.weights.stem
+        directory = self.directory.resolve()
+        snapshot = SNAPSHOT.fullmatch("/".join(directory.parts[-3:]))
+        return snapshot[1].replace("--", "/") if snapshot else directory.name
 
 
 def locate(source: str, revision: str | None = None) -> Location:
@@ -47,12 +55,15 @@ def locate(source: str, revision: str | None = None) -> Location:
     if source == "bundled" and revision is None:
         return Location(BUNDLED, BUNDLED, is_local=True)
     path = Path(source).expanduser()
-    if source.strip() and path.exists():
-        if revision is not None:
-            raise CheckpointError(f"revision {revision!r} needs a hub id, but {source} is a local path")
-        if path.is_dir():
-            return Location(path, _weights_of(path), is_local=True)
-        return Location(path.parent, _weights_file(path), is_local=True)
+    try:
+        if source.strip() and path.exists():
+            if revision is not None:
+                raise CheckpointError(f"revision {revision!r} needs a hub id, but {source} is a local path")
+            if path.is_dir():
+                return Location(path, _weights_of(path), is_local=True)
+            return Location(path.parent, _weights_file(path), is_local=True)
+    except OSError as error:  # such as a directory that may not be read
+        raise CheckpointError(f"{source}: cannot be read: {error.strerror}") from error
     no_hub_id = _no_hub_id(source)
     if no_hub_id is not None:
         raise CheckpointError(f"{source}: {no_hub_id}")

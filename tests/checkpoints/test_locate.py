@@ -126,6 +126,21 @@ def test_the_bundled_checkpoint_has_a_name_everywhere() -> None:
         locate("bundled", "main")
 
 
+def test_the_name_of_a_directory_in_the_cache_of_the_hub_is_the_hub_id(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--some-name" / "snapshots" / ("0123456789" * 4)
+    for directory, name in ((snapshot, "org/some-name"), (snapshot.parent, "snapshots")):
+        directory.mkdir(parents=True, exist_ok=True)
+        assert locate(str(directory)).name == name
+
+
+def test_a_path_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match=r"^a{300}: cannot be read: File name too long$"):
+        locate("a" * 300)
+    monkeypatch.setattr(Path, "iterdir", failing(PermissionError(13, "Permission denied")))
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path}: cannot be read: Permission denied$"):
+        locate(str(tmp_path))
+
+
 def test_a_mistyped_path_is_an_error_that_names_similar_paths(tmp_path: Path) -> None:
     for name in ("llama-3.2-1b", "gpt2"):
         (tmp_path / name).mkdir()
