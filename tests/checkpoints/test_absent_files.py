@@ -39,16 +39,6 @@ def test_a_link_to_a_missing_file_is_named(directory: Path, name: str) -> None:
         load_checkpoint(str(directory))
 
 
-def test_links_to_files_are_followed(directory: Path, tmp_path: Path) -> None:
-    """The cache of the hub has links to files whose names are hashes."""
-    blobs = tmp_path / "blobs"
-    blobs.mkdir()
-    for number, path in enumerate(sorted(directory.iterdir())):
-        path.rename(blobs / str(number))
-        path.symlink_to(Path("..") / "blobs" / str(number))
-    assert load_checkpoint(str(directory)).tokenizer is not None
-
-
 @pytest.mark.parametrize("name", [*FILES, "model.gguf"])
 def test_a_pointer_of_git_lfs_is_named_with_the_command_that_gets_the_file(directory: Path, name: str) -> None:
     path = directory / name
