@@ -15,6 +15,8 @@ from model.errors import CheckpointError, printable_name
 # A config.json has some kilobytes.
 MAX_JSON_BYTES = 2 << 20
 MAX_JSON_DEPTH = 64
+# The first bytes of a text that stands for a large file in a clone without Git LFS.
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 FILE_KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a named pipe",
@@ -30,14 +32,30 @@ def file_statuses(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
     return [(str(path), status.st_size, status.st_mtime_ns) for path, status in found]
 
 
+def is_present(path: Path) -> bool:
+    """Whether there is a file, or a link. A link to a missing file counts, so that reading it is an error."""
+    return path.exists() or path.is_symlink()
+
+
 def require_regular_file(path: Path) -> None:
     """Raise `CheckpointError` unless `path` is a regular file or a symbolic link to one; `OSError` if it is missing.
 
-    Other files are not opened, because opening a named pipe waits for a writer, and reading a device may never end.
+    Other files are not opened, because opening a named pipe waits for a writer, and reading a device may never end. A
+    link to a missing file, and a pointer of Git LFS, are a `CheckpointError` that says how to get the file.
     """
-    mode = path.stat().st_mode
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise CheckpointError(f"{path}: is a link to a file that does not exist; download it again") from None
+        raise
     if not stat.S_ISREG(mode):
         raise CheckpointError(f"{path}: is {FILE_KINDS.get(stat.S_IFMT(mode), 'a special file')}, not a regular file")
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise CheckpointError(
+                f"{path}: is only a pointer of Git LFS to the file; run `git lfs pull` in its directory"
+            )
 
 
 def read_regular_file(path: Path, *, max_bytes: int) -> bytes:

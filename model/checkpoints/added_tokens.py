@@ -5,18 +5,20 @@
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from model.checkpoints.chat_templates import CONFIG, read_special_tokens, read_tokenizer_config
 from model.errors import CheckpointError, join_names, printable_name, short_repr
-from model.files import read_json
+from model.files import is_present, read_json
 from model.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 LEGACY = "added_tokens.json"
+# Tokenizers in other forms, which transformers can convert.
+OTHER_FORMS = ("tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "tekken.json", "tiktoken.model")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 MAX_ADDED_TOKENS = 1 << 16
 
@@ -24,22 +26,36 @@ MAX_ADDED_TOKENS = 1 << 16
 def read_tokenizer(directory: Path) -> Tokenizer | None:
     """The tokenizer of a checkpoint, or None if it has no `tokenizer.json`.
 
+    As in transformers, a token is special if any file says so, or if the configuration names it, as "eos_token".
+
     An id that another token has is named in a warning. Raises `CheckpointError` for an id that cannot be given.
     """
-    if not (directory / "tokenizer.json").exists():
+    if not is_present(directory / "tokenizer.json"):
+        others = [name for name in OTHER_FORMS if is_present(directory / name)]
+        if others:
+            logger.warning(
+                "%s: has no tokenizer.json, so only token ids can be used; %s: not read. Where you trust the files, "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes a tokenizer.json",
+                directory,
+                join_names(others),
+            )
         return None
     tokenizer = Tokenizer.from_directory(directory)
     named = read_special_tokens(directory)
     known = tokenizer.added_tokens
-    added = [token for token in _listed_tokens(directory, set(named.values())) if token["content"] not in known]
+    all_listed = list(_listed_tokens(directory, set(named.values())))
+    added = [token for token in all_listed if token["content"] not in known]
     listed = {token["content"] for token in added}
+    special = {*named.values(), *(token["content"] for token in all_listed if token["special"])}
+    changed = {content for content in special if known.get(content) is False}
     for content in dict.fromkeys([*named.values(), *_additional_tokens(directory)]):
         token_id = tokenizer.id_of(content)
         if token_id is not None and content not in known and content not in listed:
             added.append({"id": token_id, "content": content, **dict.fromkeys(FLAGS, False), "special": True})
-    if added:
-        tokenizer = _with_tokens(tokenizer, added, directory)
+    if added or changed:
+        tokenizer = _with_tokens(tokenizer, added, changed, directory)
     missing = [f"{name} {printable_name(text)}" for name, text in named.items() if tokenizer.id_of(text) is None]
+    missing += [printable_name(text) for text in _additional_tokens(directory) if tokenizer.id_of(text) is None]
     if missing:
         logger.warning("%s: names tokens that do not exist: %s", directory / CONFIG, join_names(missing))
     return tokenizer
@@ -49,7 +65,7 @@ def _listed_tokens(directory: Path, special: set[str]) -> Iterator[dict[str, Any
     """The added tokens of the other files, in the form of `tokenizer.json`."""
     path = directory / CONFIG
     listed = read_tokenizer_config(directory).get("added_tokens_decoder")
-    if listed is None and (directory / LEGACY).exists():
+    if listed is None and is_present(directory / LEGACY):
         path = directory / LEGACY
         texts = read_json(path)
         listed = {
@@ -78,8 +94,10 @@ def _additional_tokens(directory: Path) -> list[str]:
     return [content for content in contents if isinstance(content, str)]
 
 
-def _with_tokens(tokenizer: Tokenizer, added: list[dict[str, Any]], directory: Path) -> Tokenizer:
-    """The same tokenizer with more added tokens, which keep their ids."""
+def _with_tokens(
+    tokenizer: Tokenizer, added: list[dict[str, Any]], changed: Collection[str], directory: Path
+) -> Tokenizer:
+    """The same tokenizer with more added tokens, which keep their ids. The `changed` ones are special from now on."""
     state = tokenizer.state()
     text_of = _texts_by_id(state)
     for token in list(added):
@@ -90,6 +108,8 @@ def _with_tokens(tokenizer: Tokenizer, added: list[dict[str, Any]], directory: P
         elif other != token["content"]:
             logger.warning("%s: the id %d of the added token %s is that of another one", directory, token["id"], name)
             added.remove(token)
+    for token in state["added_tokens"]:
+        token["special"] |= token["content"] in changed
     state["added_tokens"] = sorted([*state["added_tokens"], *added], key=lambda token: int(token["id"]))
     vocabulary = state["model"].get("vocab")
     if isinstance(vocabulary, dict):  # so that the library does not number the tokens anew

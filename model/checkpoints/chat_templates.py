@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import CheckpointError, join_names
-from model.files import read_json, read_regular_file
+from model.files import is_present, read_json, read_regular_file
 from model.text.chat_template import MAX_SOURCE_CHARACTERS, ChatTemplate, InvalidTemplate
 from model.text.tokenizer import Tokenizer
 
@@ -71,7 +71,7 @@ def make_chat_template(
 def _template_files(directory: Path) -> dict[str, Path]:
     """The template files by name. If there are any, the templates in `tokenizer_config.json` have no effect."""
     default = directory / "chat_template.jinja"
-    files = {"default": default} if default.exists() else {}
+    files = {"default": default} if is_present(default) else {}
     files |= {
         path.name.removesuffix(".jinja"): path for path in (directory / "additional_chat_templates").glob("*.jinja")
     }
@@ -101,14 +101,14 @@ def _templates_of(value: Any, path: Path) -> dict[str, str]:
 def read_tokenizer_config(directory: Path) -> dict[str, Any]:
     """The content of `tokenizer_config.json`; empty if there is no such file."""
     path = directory / CONFIG
-    return read_json(path) if path.exists() else {}
+    return read_json(path) if is_present(path) else {}
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
     """The texts of the special tokens that a checkpoint names, such as `bos_token`."""
     config = read_tokenizer_config(directory)
     path = directory / "special_tokens_map.json"
-    is_legacy = "added_tokens_decoder" not in config and path.exists()
+    is_legacy = "added_tokens_decoder" not in config and is_present(path)
     named = {**config, **(read_json(path) if is_legacy else {})}
     tokens = {}
     for key in SPECIAL_TOKENS:

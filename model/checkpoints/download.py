@@ -26,7 +26,7 @@ IGNORED = ("*/*.json", "*/*.safetensors", "consolidated*")
 LOG_SECONDS = 5.0
 ANSWER_SECONDS = 5.0  # for the connection to one address of the hub, and for its answer
 MAX_REASON = 200
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class LoggedBar(tqdm_asyncio):  # type: ignore[type-arg]  # generic in its types only, not when it runs
@@ -137,7 +137,7 @@ def has_weights(directory: Path, names: Sequence[str], tag: str) -> bool:
     if tag:
         return any(name.endswith(".gguf") for name in names)
     index = directory / INDEX
-    if index.exists():
+    if index.exists() and SINGLE not in names:
         return set(read_json(index)["weight_map"].values()) <= set(names)
     return any(name.endswith((".safetensors", ".gguf")) for name in names)
 

@@ -24,8 +24,8 @@ from model.checkpoints.safetensors_directory import SafetensorsFiles
 from model.checkpoints.tensor_source import TensorSource
 from model.choices import Kernels, Quantization
 from model.config import ModelConfig
-from model.errors import CheckpointError, short_repr
-from model.files import read_json
+from model.errors import CheckpointError, join_names, short_repr
+from model.files import is_present, read_json
 from model.network.adapters import Adapter
 from model.network.parameters import ParameterCount, count_parameters
 from model.network.prepare import keeps_any_format, prepare_model
@@ -94,6 +94,19 @@ class GenerationDefaults:
     eos_token_ids: tuple[int, ...] = ()
     chat_eos_token_ids: tuple[int, ...] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    def for_vocabulary(self, size: int) -> "GenerationDefaults":
+        """The same settings without tokens that a network of this size does not have; a warning names these."""
+        absent = sorted({token_id for token_id in self.chat_eos_token_ids if not 0 <= token_id < size})
+        if not absent:
+            return self
+        names = join_names(map(str, absent))
+        logger.warning("eos_token_id %s: without effect, because the network has only %d tokens", names, size)
+        ends, chat_ends = (
+            tuple(token_id for token_id in ids if 0 <= token_id < size)
+            for ids in (self.eos_token_ids, self.chat_eos_token_ids)
+        )
+        return replace(self, eos_token_ids=ends, chat_eos_token_ids=chat_ends)
 
 
 @dataclass(frozen=True)
@@ -179,7 +192,7 @@ def load_checkpoint(
         name or (location.name if location.is_local else source),
         model,
         tokenizer,
-        contents.generation,
+        contents.generation.for_vocabulary(model_config.vocab_size),
         count_parameters(model_config),
         contents.template,
         contents.special_tokens,
@@ -215,7 +228,7 @@ def _read_directory(location: Location, chat_template: Path | None) -> Contents:
     config = read_json(directory / "config.json")
     family, model_config = translate(config)
     path = directory / "generation_config.json"
-    defaults = read_generation_defaults(read_json(path) if path.exists() else {}, config)
+    defaults = read_generation_defaults(read_json(path) if is_present(path) else {}, config)
     tokenizer = read_tokenizer(directory)
     template = read_chat_template(directory, tokenizer, chat_template)
     special_tokens = read_special_tokens(directory)

@@ -1,20 +1,27 @@
 """Find the files of a checkpoint: a directory, one safetensors or GGUF file, or a hub id that is downloaded first."""
 
 import difflib
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from model.checkpoints.gguf_files.header import MAGIC
 from model.checkpoints.gguf_files.parts import SUFFIX as GGUF_SUFFIX
 from model.checkpoints.gguf_files.parts import find_gguf
 from model.checkpoints.safetensors_directory import PICKLE_HINT, PICKLE_SUFFIXES, SUFFIX
 from model.errors import CheckpointError, join_names, printable_name
+from model.files import is_present
 from model.server_address import server_url
+
+logger = logging.getLogger(__name__)
 
 BUNDLED = Path(__file__).parents[1] / "bundled"
 """The directory of the checkpoint that is part of the package."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WORKED_EXAMPLES = ("ai-rocks", "a-tokens-journey", "i-like-transformers")  # served names that are no checkpoints
 RESERVED = ("bundled", "none", *WORKED_EXAMPLES)
+SNAPSHOT = re.compile(r"models--(.+)/snapshots/[0-9a-f]{40}")
 HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+).*")
 
 
@@ -28,8 +35,15 @@ class Location:
 
     @property
     def name(self) -> str:
-        """The name of a local checkpoint: that of the file if the weights are one file, else of the directory."""
-        return self.directory.resolve().name if self.weights == self.directory else self.weights.stem
+        """The name of a local checkpoint: that of the file if the weights are one file, else of the directory.
+
+        For a directory in the cache of the hub, whose own name is that of a commit, it is the hub id.
+        """
+        if self.weights != self.directory:
+            return self.weights.stem
+        directory = self.directory.resolve()
+        snapshot = SNAPSHOT.fullmatch("/".join(directory.parts[-3:]))
+        return snapshot[1].replace("--", "/") if snapshot else directory.name
 
 
 def locate(source: str, revision: str | None = None) -> Location:
@@ -41,12 +55,15 @@ def locate(source: str, revision: str | None = None) -> Location:
     if source == "bundled" and revision is None:
         return Location(BUNDLED, BUNDLED, is_local=True)
     path = Path(source).expanduser()
-    if source.strip() and path.exists():
-        if revision is not None:
-            raise CheckpointError(f"revision {revision!r} needs a hub id, but {source} is a local path")
-        if path.is_dir():
-            return Location(path, _weights_of(path), is_local=True)
-        return Location(path.parent, _weights_file(path), is_local=True)
+    try:
+        if source.strip() and path.exists():
+            if revision is not None:
+                raise CheckpointError(f"revision {revision!r} needs a hub id, but {source} is a local path")
+            if path.is_dir():
+                return Location(path, _weights_of(path), is_local=True)
+            return Location(path.parent, _weights_file(path), is_local=True)
+    except OSError as error:  # such as a directory that may not be read
+        raise CheckpointError(f"{source}: cannot be read: {error.strerror}") from error
     no_hub_id = _no_hub_id(source)
     if no_hub_id is not None:
         raise CheckpointError(f"{source}: {no_hub_id}")
@@ -94,8 +111,28 @@ def _no_hub_id(source: str) -> str | None:
 
 
 def _weights_of(directory: Path) -> Path:
-    """The GGUF file of a directory without a config.json, if there is one; otherwise the directory."""
-    return directory if (directory / "config.json").exists() else find_gguf(directory) or directory
+    """The directory if it has a config.json and safetensors; otherwise its GGUF file, if there is one.
+
+    Raises `CheckpointError` for the directory of a LoRA adapter. One beside a checkpoint is named in a warning.
+    """
+    is_adapter = is_present(directory / ADAPTER_CONFIG)
+    has_weights = any(path.name != ADAPTER_WEIGHTS for path in directory.glob(f"*{SUFFIX}"))
+    if not (has_weights and is_present(directory / "config.json")):
+        weights = find_gguf(directory)
+        if weights is None and is_adapter and not has_weights:
+            raise CheckpointError(
+                f"{directory}: is a LoRA adapter, not a checkpoint; load its base model, with "
+                f"--adapter NAME={directory}"
+            )
+        return weights or directory
+    if is_adapter:
+        logger.warning(
+            "%s: the network is loaded without the adapter of %s; --adapter NAME=%s offers it to requests",
+            directory,
+            ADAPTER_CONFIG,
+            directory,
+        )
+    return directory
 
 
 def _weights_file(path: Path) -> Path:
@@ -104,6 +141,10 @@ def _weights_file(path: Path) -> Path:
         return path
     if path.suffix in PICKLE_SUFFIXES:
         raise CheckpointError(f"{path}: {PICKLE_HINT}")
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) == MAGIC:
+                raise CheckpointError(f"{path}: is a GGUF file; give a link to it whose name ends in {GGUF_SUFFIX}")
     raise CheckpointError(
         f"{path}: not a checkpoint; use a directory with a config.json, or a *.safetensors or *.gguf file"
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from model.checkpoints.tensor_source import TensorHeader
 from model.errors import CheckpointError, join_names, printable_name
-from model.files import read_json, require_regular_file
+from model.files import is_present, read_json, require_regular_file
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class SafetensorsFiles:
 
 
 def _weight_files(directory: Path, index: Mapping[str, str] | None) -> list[Path]:
-    """The files to read: those that the index names, or without an index model.safetensors, or the only file."""
+    """The files to read: model.safetensors, or those that the index names, or without an index the only file."""
     paths = sorted(directory.glob("*.safetensors"))
     if index is not None:
         files = sorted(set(index.values()))
@@ -174,8 +174,11 @@ def _weight_files(directory: Path, index: Mapping[str, str] | None) -> list[Path
 
 
 def _read_index(directory: Path) -> dict[str, str] | None:
-    """Read the index: tensor name -> file name. None if there is no index."""
-    if not (directory / INDEX).exists():
+    """Read the index: tensor name -> file name. None if there is no index, or one file, which comes first.
+
+    transformers leaves the index of an earlier save behind, and reads the one file, too.
+    """
+    if not is_present(directory / INDEX) or (directory / SINGLE).exists():
         return None
     weight_map = read_json(directory / INDEX, max_bytes=MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):

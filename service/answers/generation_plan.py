@@ -262,7 +262,8 @@ def read_params(inputs: Inputs) -> GenerationParams:
     eos_token_ids = defaults.chat_eos_token_ids if options.is_chat else defaults.eos_token_ids
     eos_token_ids = () if body.ignore_eos else eos_token_ids
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
-    named_ids = frozenset() if checkpoint.tokenizer is None else checkpoint.tokenizer.special_ids(stop)
+    named_ids = set() if checkpoint.tokenizer is None else set(checkpoint.tokenizer.special_ids(stop))
+    named_ids = {token_id for token_id in named_ids if token_id < config.vocab_size}  # a tokenizer may have more
     stop_token_ids = frozenset(body.stop_token_ids) | frozenset(eos_token_ids) | named_ids
     try:
         return GenerationParams(
@@ -301,10 +302,11 @@ def read_rules(body: GenerationRequest, checkpoint: Checkpoint, stop_token_ids: 
     for index, word in enumerate(body.bad_words):
         assert tokenizer is not None
         for text in (word, f" {word.lstrip()}"):  # at the beginning of a text, and inside of it
-            if ids := tuple(tokenizer.encode(text, add_special_tokens=False)):
-                banned[ids] = None
-            else:
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if not ids:
                 raise invalid(f"bad_words.{index}", "is empty; send a word")
+            if max(ids) < vocab_size:  # otherwise the network never chooses all of them
+                banned[ids] = None
     rules = TokenRules(
         allowed=body.allowed_token_ids or (),
         min_tokens=body.min_tokens,

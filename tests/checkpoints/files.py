@@ -45,6 +45,13 @@ def edit_tensors(directory: Path, edit: Callable[[Tensors], object]) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def make_room(directory: Path, name: str) -> None:
+    """Remove a file that the test writes anew. An index is read only if there is no model.safetensors."""
+    (directory / name).unlink(missing_ok=True)
+    if name == "model.safetensors.index.json":
+        (directory / "model.safetensors").rename(directory / "weights.safetensors")
+
+
 def write_tokenizer(directory: Path, num_entries: int) -> None:
     """Write a `tokenizer.json` whose vocabulary is `num_entries` words."""
     vocabulary = {f"word{index}": index for index in range(num_entries)}

@@ -1,6 +1,7 @@
 """The tokens that only `tokenizer_config.json` or `added_tokens.json` adds have the ids and flags of transformers."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +103,30 @@ def test_a_named_token_of_the_vocabulary_is_special(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("a|_b", add_special_tokens=False)) == "ab"
 
 
+@pytest.mark.parametrize(
+    "config", [{"eos_token": "<|im_end|>"}, {"added_tokens_decoder": {str(NEXT): {"content": "<|im_end|>", **FLAGS}}}]
+)
+def test_a_token_is_special_if_any_file_says_so_as_in_transformers(config: dict[str, Any], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    write(tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast", **config})
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["added_tokens"].append({"id": NEXT, "content": "<|im_end|>", **FLAGS, "special": False})
+    path.write_text(json.dumps(content))
+    reference, tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path), read(tmp_path)
+    assert tokenizer.added_tokens["<|im_end|>"]
+    ids = tokenizer.encode("ab<|im_end|>", add_special_tokens=False)
+    assert ids[-1] == NEXT
+    assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True) == "ab"
+
+
 def test_tokens_that_do_not_exist_are_named_in_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     template = "<|im_start|>{{ messages[0].content }}<end_of_turn></s>"
-    write(tmp_path, {"eos_token": "<|im_end|>", "bos_token": "<s>", "chat_template": template})
+    named = {"eos_token": "<|im_end|>", "bos_token": "<s>", "extra_special_tokens": ["<tool>", "</s>"]}
+    write(tmp_path, {**named, "chat_template": template})
     tokenizer = read(tmp_path)
     assert caplog.messages == [
-        f"{tmp_path}/tokenizer_config.json: names tokens that do not exist: eos_token <|im_end|>"
+        f"{tmp_path}/tokenizer_config.json: names tokens that do not exist: eos_token <|im_end|>, <tool>"
     ]
     caplog.clear()
     found = read_chat_template(tmp_path, tokenizer)
@@ -130,3 +149,11 @@ def test_a_damaged_list_is_refused(decoder: Any, tmp_path: Path) -> None:
     write(tmp_path, {"added_tokens_decoder": decoder})
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: .*added token"):
         read(tmp_path)
+
+
+def test_a_tokenizer_in_another_form_is_named_in_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert read_tokenizer(tmp_path) is None
+    assert not caplog.messages
+    (tmp_path / "tokenizer.model").touch()
+    assert read_tokenizer(tmp_path) is None
+    assert re.search(r"no tokenizer\.json, .* tokenizer\.model: not read.*save_pretrained", caplog.text)

@@ -24,7 +24,15 @@ from model.checkpoints.network_weights import NetworkWeights
 from model.config import MAX_SIZES, ModelConfig
 from model.errors import CheckpointError
 from model.network.rotary import rotary_frequencies
-from tests.checkpoints.files import SIZES, edit_config, edit_tensors, refusal_message, time_limit, write_tokenizer
+from tests.checkpoints.files import (
+    SIZES,
+    edit_config,
+    edit_tensors,
+    make_room,
+    refusal_message,
+    time_limit,
+    write_tokenizer,
+)
 from tests.tiny import random_ids
 
 FAMILY_SIZES = {
@@ -248,7 +256,7 @@ class TestHostileFiles:
         self, copy_of: Callable[[str], Path], pipe: Callable[[Path], None], name: str
     ) -> None:
         directory = copy_of("untied")
-        (directory / name).unlink(missing_ok=True)
+        make_room(directory, name)
         pipe(directory / name)
         message = refusal_message(directory)
         assert f"{name}: is a named pipe, not a regular file" in message or f"{name}: not a readable" in message
@@ -261,7 +269,7 @@ class TestHostileFiles:
     ) -> None:
         directory = copy_of("untied")
         path = directory / name
-        path.unlink(missing_ok=True)
+        make_room(directory, name)
         if kind == "directory":
             path.mkdir()
         elif kind == "device":
@@ -295,6 +303,7 @@ class TestHostileFiles:
         shutil.copy(originals["untied"] / "model.safetensors", outside)
         file = file.format(outside=outside)
         tensors = load_file(directory / "model.safetensors")
+        make_room(directory, "model.safetensors.index.json")
         index = {"weight_map": dict.fromkeys(tensors, file)}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
         message = refusal_message(directory)
@@ -317,6 +326,7 @@ class TestHostileFiles:
         self, copy_of: Callable[[str], Path], name: str, content: bytes, complaint: str
     ) -> None:
         directory = copy_of("untied")
+        make_room(directory, name)
         (directory / name).write_bytes(content)
         message = refusal_message(directory)
         assert f"{name}: {complaint}" in message
@@ -324,6 +334,7 @@ class TestHostileFiles:
     @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors.index.json"])
     def test_a_file_of_a_terabyte_is_not_read_completely(self, copy_of: Callable[[str], Path], name: str) -> None:
         directory = copy_of("untied")
+        make_room(directory, name)
         (directory / name).touch()
         os.truncate(directory / name, 1 << 40)  # a sparse file, which uses no space on the disk
         assert f"{name}: has more than" in refusal_message(directory)

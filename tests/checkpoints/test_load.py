@@ -256,6 +256,24 @@ class TestFiles:
         save_file({"layers.0.attention.wq.weight": torch.ones(16)}, directory / "consolidated.safetensors")
         load_checkpoint(str(directory))
 
+    def test_one_file_comes_before_the_index_of_an_earlier_save_as_in_transformers(
+        self, originals: dict[str, Path], tmp_path: Path
+    ) -> None:
+        """transformers leaves the index there, and the shards, too, if their names do not end in numbers."""
+        earlier = transformers.AutoModelForCausalLM.from_pretrained(originals["untied"])
+        earlier.save_pretrained(tmp_path, max_shard_size="4KB")
+        shards = {path: path.read_bytes() for path in tmp_path.glob("model-*")}
+        later = transformers.AutoModelForCausalLM.from_config(earlier.config).eval()
+        later.save_pretrained(tmp_path)
+        assert (tmp_path / "model.safetensors.index.json").exists()
+        ids = random_ids(71, 9)
+        expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits
+        assert torch.equal(expected, later(ids).logits)
+        torch.testing.assert_close(load_checkpoint(str(tmp_path)).model(ids), expected)
+        for path, content in shards.items():
+            path.write_bytes(content)
+        torch.testing.assert_close(load_checkpoint(str(tmp_path)).model(ids), expected)
+
     def test_several_files_without_an_index_are_refused(self, copy_of: Callable[[str], Path]) -> None:
         directory = copy_of("tied")
         (directory / "model.safetensors").rename(directory / "a.safetensors")
@@ -268,6 +286,7 @@ class TestFiles:
         self, copy_of: Callable[[str], Path], weight_map: object
     ) -> None:
         directory = copy_of("tied")
+        (directory / "model.safetensors").rename(directory / "a.safetensors")
         (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(CheckpointError, match=r"index\.json: weight_map is not an object"):
             load_checkpoint(str(directory))
@@ -455,6 +474,15 @@ class TestGenerationDefaults:
         self, copy_of: Callable[[str], Path], generation: dict[str, Any] | None, eos_token_ids: tuple[int, ...]
     ) -> None:
         assert self.read(copy_of("tied"), generation).eos_token_ids == eos_token_ids
+
+    def test_an_end_of_sequence_that_the_network_lacks_is_named_in_a_warning(
+        self, copy_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        directory = copy_of("tied")
+        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [70, 71, -1]}))
+        generation = load_checkpoint(str(directory)).generation
+        assert generation.eos_token_ids == generation.chat_eos_token_ids == (70,)
+        assert "eos_token_id -1, 71: without effect, because the network has only 71 tokens" in caplog.text
 
     def test_sampling_parameters_are_read(self, copy_of: Callable[[str], Path]) -> None:
         sampling = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1}

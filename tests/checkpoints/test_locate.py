@@ -38,6 +38,42 @@ def test_one_safetensors_file_is_loaded_with_the_config_beside_it(copy_of: Calla
         load_checkpoint(str(path))
 
 
+def test_a_gguf_file_is_found_beside_a_config_without_safetensors(
+    tmp_path: Path, copy_of: Callable[[str], Path]
+) -> None:
+    """Many repositories of GGUF files have the config.json of the original model."""
+    directory = copy_of("tied")
+    (directory / "model.gguf").touch()
+    assert locate(str(directory)).weights == directory
+    (directory / "model.safetensors").unlink()
+    assert locate(str(directory)).weights == directory / "model.gguf"
+
+
+@pytest.mark.parametrize("has_config", [False, True])
+def test_an_adapter_is_no_checkpoint_and_its_use_is_named(tmp_path: Path, has_config: bool) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors", *(["config.json"] if has_config else [])):
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=rf"is a LoRA adapter, not .*, with --adapter NAME={tmp_path}$"):
+        locate(str(tmp_path))
+
+
+def test_an_adapter_beside_a_checkpoint_is_named_in_a_warning(
+    copy_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = copy_of("tied")
+    assert locate(str(directory)).weights == directory
+    assert not caplog.messages
+    (directory / "adapter_config.json").touch()
+    assert locate(str(directory)).weights == directory
+    assert f"--adapter NAME={directory} offers it" in caplog.text
+
+
+def test_a_gguf_file_with_another_name_is_refused_with_the_name_that_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "sha256-0123").write_bytes(b"GGUF\3\0\0\0")
+    with pytest.raises(CheckpointError, match=r"sha256-0123: is a GGUF file; give a link to it .* ends in \.gguf$"):
+        locate(str(tmp_path / "sha256-0123"))
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt"])
 def test_a_pickle_is_refused_with_the_reason_and_a_remedy(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
@@ -88,6 +124,21 @@ def test_the_bundled_checkpoint_has_a_name_everywhere() -> None:
     assert locate("bundled").name == "bundled"
     with pytest.raises(CheckpointError, match="has no revisions"):
         locate("bundled", "main")
+
+
+def test_the_name_of_a_directory_in_the_cache_of_the_hub_is_the_hub_id(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--some-name" / "snapshots" / ("0123456789" * 4)
+    for directory, name in ((snapshot, "org/some-name"), (snapshot.parent, "snapshots")):
+        directory.mkdir(parents=True, exist_ok=True)
+        assert locate(str(directory)).name == name
+
+
+def test_a_path_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match=r"^a{300}: cannot be read: File name too long$"):
+        locate("a" * 300)
+    monkeypatch.setattr(Path, "iterdir", failing(PermissionError(13, "Permission denied")))
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path}: cannot be read: Permission denied$"):
+        locate(str(tmp_path))
 
 
 def test_a_mistyped_path_is_an_error_that_names_similar_paths(tmp_path: Path) -> None:
