@@ -18,7 +18,18 @@ import torch
 from torch import Tensor
 
 from forwardscope import requests
-from forwardscope.arguments import Corpus, Index, shown, to_index_text, to_indices, to_prompt, to_targets, to_texts
+from forwardscope.arguments import (
+    Corpus,
+    Index,
+    shown,
+    to_index_text,
+    to_indices,
+    to_integer,
+    to_mapping,
+    to_prompt,
+    to_targets,
+    to_texts,
+)
 from forwardscope.batches import Batches
 from forwardscope.call import HOOKS, Call, Event, Hook, Request, Result, StreamCall
 from forwardscope.client import Client, Stream, as_method, sending_method
@@ -297,7 +308,8 @@ class LocalModel(Batches):
         network, ids = self.checkpoint.model, self._ids_in_context(prompt)
         config, weight = network.config, network.embed.weight
         targets = to_targets(targets)
-        if top_k is not None and not (type(top_k) is int and 0 <= top_k <= config.vocab_size):
+        top_k = None if top_k is None else to_integer(top_k, "top_k", "give a whole number")
+        if top_k is not None and not 0 <= top_k <= config.vocab_size:
             raise InvalidField("top_k", f"{shortened(top_k)} must be from 0 to {config.vocab_size}, the vocabulary")
         if targets is not None and len(targets) != len(ids):
             raise InvalidField("targets", f"has {len(targets)} entries for {len(ids)} tokens")
@@ -421,7 +433,8 @@ class LocalModel(Batches):
             return None
         if body.get("baseline"):
             raise InvalidField("hooks", "cannot be compared with a baseline, which is only without edits; run both")
-        return Hooks(hooks, self.checkpoint.stages)
+        takes = "a mapping from stages to functions, such as {'blocks.0.attn.z': f}"
+        return Hooks(to_mapping(hooks, "hooks", takes), self.checkpoint.stages)
 
     def _server(self) -> Client:
         """The client of the application, which begins with the first request, because its cache takes memory."""
@@ -459,12 +472,12 @@ class LocalModel(Batches):
             raise InvalidField(field, "this checkpoint has no tokenizer.json; use token ids")
         return self.checkpoint.tokenizer
 
-    def _ids_of(self, prompt: str | Sequence[int]) -> list[int]:
-        own = to_prompt(prompt)
+    def _ids_of(self, prompt: str | Sequence[int], name: str = "prompt") -> list[int]:
+        own = to_prompt(prompt, name)
         ids = self.to_tokens(own) if isinstance(own, str) else own
         if not ids:
-            raise InvalidField("prompt", "is empty; it needs at least one token")
-        self._check_ids("prompt", ids)
+            raise InvalidField(name, "is empty; it needs at least one token")
+        self._check_ids(name, ids)
         return ids
 
     def _ids_in_context(self, prompt: str | Sequence[int]) -> list[int]:

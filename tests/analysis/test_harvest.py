@@ -178,11 +178,17 @@ def test_files_of_every_kind_have_the_same_rows(model: LocalModel, tmp_path: Pat
         ("a", "embed", {"store": "int8"}, "store: 'int8' is not auto, float32, bfloat16 or float16"),
         ("a", "embed", {"statistics": "median"}, "statistics: 'median' is not"),
         ("a", "embed", {"top_k": 0}, "top_k: 0 must be from 1"),
+        ("a", "embed", {"top_k": 3}, "top_k: counts examples of the statistic top"),
         ("a", "embed", {"layers": 0}, "layers: is not an option"),
+        ("a", [], {}, "stages: is empty; name at least one stage"),
+        ("a", "embed", {"context": 1.5}, r"context: 1\.5 is not an integer"),
+        ("a", "embed", {"file_bytes": "256M"}, "file_bytes: '256M' is not an integer"),
+        ("a", "embed", {"packed": "no"}, "packed: 'no' is not True or False"),
+        ("a", "embed", {"field": 3}, "field: 3 is not a text"),
     ],
 )
 def test_a_wrong_argument_is_named(
-    model: LocalModel, tmp_path: Path, corpus: Any, stages: str, options: dict[str, Any], message: str
+    model: LocalModel, tmp_path: Path, corpus: Any, stages: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         model.harvest(corpus, stages, tmp_path / "out", **options)
