@@ -100,7 +100,9 @@ def test_numbers_and_arrays_of_numpy_and_pytorch_and_ranges_are_sent_as_numbers_
         max_tokens=np.int64(3),
         seed=torch.tensor(7),
         trace={"stages": "*.z", "positions": np.array([0, 1]), "heads": range(2)},
-        edits=[{"stage": "embed", "op": "add", "vector": list(np.array([0.5, 2], np.float32)), "scale": np.float32(0.5)}],
+        edits=[
+            {"stage": "embed", "op": "add", "vector": list(np.array([0.5, 2], np.float32)), "scale": np.float32(0.5)}
+        ],
         scales=np.array([0.0, 1.0]),
     )
     plain = generate(
