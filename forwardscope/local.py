@@ -81,7 +81,7 @@ from model.network.joint_passes import MAX_COST, AdaptedNetwork, PromptPass, cos
 from model.network.transformer import Transformer
 from model.network.weight_indices import read_part
 from model.network.weight_views import WeightViews
-from model.text.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer, UnreadableText
 from model.tracing.hooks import HookContext, Hooks
 from model.tracing.predictions import predict
 from model.tracing.selection import Selection
@@ -409,7 +409,7 @@ class LocalModel(Batches):
         """The token ids of a text, with the special tokens of the checkpoint unless `add_special_tokens` is False."""
         if not isinstance(text, str):
             raise InvalidArgument("text", f"{shown(text)} is not a text")
-        return self._tokenizer("text").encode(text, add_special_tokens=add_special_tokens)
+        return self._encode(text, "text", add_special_tokens=add_special_tokens)
 
     def to_text(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, without special tokens unless `skip_special_tokens` is False."""
@@ -472,9 +472,15 @@ class LocalModel(Batches):
             raise InvalidField(field, "this checkpoint has no tokenizer.json; use token ids")
         return self.checkpoint.tokenizer
 
+    def _encode(self, text: str, name: str, *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            return self._tokenizer(name).encode(text, add_special_tokens=add_special_tokens)
+        except UnreadableText as error:
+            raise InvalidField(name, str(error)) from None
+
     def _ids_of(self, prompt: str | Sequence[int], name: str = "prompt") -> list[int]:
         own = to_prompt(prompt, name)
-        ids = self.to_tokens(own) if isinstance(own, str) else own
+        ids = self._encode(own, name) if isinstance(own, str) else own
         if not ids:
             raise InvalidField(name, "is empty; it needs at least one token")
         self._check_ids(name, ids)

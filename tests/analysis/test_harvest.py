@@ -181,6 +181,7 @@ def test_files_of_every_kind_have_the_same_rows(model: LocalModel, tmp_path: Pat
         ("a", "embed", {"top_k": 0}, "top_k: 0 must be from 1"),
         ("a", "embed", {"top_k": 3}, "top_k: counts examples of the statistic top"),
         ("a", "embed", {"layers": 0}, "layers: is not an option"),
+        (["a", "b\ud800"], "embed", {}, "corpus: .*contains a lone surrogate"),
         ("a", [], {}, "stages: is empty; name at least one stage"),
         ("a", "embed", {"context": 1.5}, r"context: 1\.5 is not an integer"),
         ("a", "embed", {"file_bytes": "256M"}, "file_bytes: '256M' is not an integer"),

@@ -125,6 +125,9 @@ def test_a_model_takes_an_integer_of_numpy_and_vectors_in_a_list(model: LocalMod
         assert torch.equal(first.logits, second.logits)
     with pytest.raises(InvalidArgument, match=r"^top_k: 1\.5 is not an integer; give a whole number"):
         any_model.run("a", top_k=1.5)
+    for call in (model.run, model.to_tokens):
+        with pytest.raises(ValueError, match=r"^(prompt|text): contains a lone surrogate"):
+            call("a\ud800")
     with pytest.raises(InvalidArgument, match=r"^stride: 1\.5 is not an integer"):
         any_model.score_text("a b", stride=1.5)
     with pytest.raises(InvalidArgument, match=r"^hooks: \[.* is not a mapping from stages to functions"):
@@ -137,6 +140,10 @@ def test_a_model_takes_an_integer_of_numpy_and_vectors_in_a_list(model: LocalMod
         ("top_k: '3' is not an integer; give a whole number", {"top_k": "3"}),
         ("top_k: 5000 must be from 0 to 4096", {"top_k": 5000}),
         ("edits.0.stage: 3 is not the name of a stage", {"edits": [{"stage": 3, "op": "zero"}]}),
+        (
+            "edits.0.source.prompt: contains a lone surrogate",
+            {"edits": [ZERO | {"op": "patch", "source": {"prompt": "\ud800"}}]},
+        ),
     ],
 )
 def test_the_model_of_load_names_wrong_arguments_of_run(
