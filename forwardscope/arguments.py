@@ -44,7 +44,7 @@ def to_indices(indices: Any, name: str) -> list[int] | None:
     """Integers: a list, a range, a numpy array or a tensor. None stays None."""
     if indices is None:
         return None
-    takes = "a list of integers, such as [0, -1]"
+    takes = f"a list of integers, such as {'[0, -1]' if name.endswith('positions') else '[0, 1]'}"
     return [to_integer(item, name, f"give {takes}") for item in to_list(indices, name, takes)]
 
 
@@ -91,6 +91,13 @@ def to_mappings(mappings: Any, name: str, item: str) -> list[dict[str, Any]]:
         if not isinstance(each, Mapping):
             raise InvalidArgument(f"{name}.{index}", f"{shown(each)} is not a mapping from the fields of the {item}")
     return [dict(each) for each in items]
+
+
+def to_mapping(mapping: Any, name: str, takes: str) -> dict[str, Any]:
+    """A mapping, which `takes` describes for errors."""
+    if not isinstance(mapping, Mapping):
+        raise InvalidArgument(name, f"{shown(mapping)} is not {takes}")
+    return dict(mapping)
 
 
 def to_messages(messages: Any) -> list[dict[str, Any]]:

@@ -46,10 +46,10 @@ class Request:
         if self.body is None or isinstance(self.body, bytes):
             return self.body
         try:
-            return json.dumps(self.body, allow_nan=False).encode()
+            return to_json(self.body).encode()
         except (ValueError, TypeError):
-            name = next(name for name, value in self.body.items() if not is_json(value))
-            reason = f"{shown(self.body[name])} cannot be sent as JSON; give finite numbers, texts, lists and mappings"
+            name, value = not_json(self.body)
+            reason = f"{shown(value)} cannot be sent as JSON; give finite numbers, texts, lists and mappings"
             raise InvalidArgument(name, reason) from None
 
     @property
@@ -58,12 +58,34 @@ class Request:
         return {"Accept": self.accept} | ({} if self.body is None else {"Content-Type": kind})
 
 
+def to_json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, default=plain)
+
+
+def plain(value: Any) -> Any:
+    """Numbers, arrays and tensors of numpy and PyTorch, and ranges, as JSON has them."""
+    if isinstance(value, range):
+        return list(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError
+
+
 def is_json(value: Any) -> bool:
     try:
-        json.dumps(value, allow_nan=False)
+        to_json(value)
     except (ValueError, TypeError):
         return False
     return True
+
+
+def not_json(value: Any, name: str = "") -> tuple[str, Any]:
+    """The innermost part of a value that JSON does not have, with its name, such as `edits.0.scale`."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, each in items:
+        if not is_json(each):
+            return not_json(each, f"{name}.{key}" if name else str(key))
+    return name, value
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def to_edit(edit: Mapping[str, Any], field: str) -> dict[str, Any]:
         reason = "a mapping is for `run` of a model of `load`; a server takes it with `put_vector`, and edits name it"
         raise InvalidArgument(f"{field}.vector", reason)
     for name in ("vector", "subspace"):
-        body[name] = to_vector(body.get(name))
+        body[name] = to_vector(body.get(name), f"{field}.{name}")
     for name in ("value", "scale", "factor", "coeff", "min", "max", "std", "above"):
         if hasattr(body.get(name), "item"):  # a number of numpy or PyTorch
             body[name] = body[name].item()
@@ -70,27 +70,30 @@ def to_position(position: Any, name: str, hint: str) -> Any:
     return [None if end is None else to_integer(end, name, hint) for end in position]
 
 
-def to_vector(vector: Any) -> Any:
+def to_vector(vector: Any, name: str) -> Any:
     """A vector of a JSON body: arrays and tensors become base64; names and lists are left as they are."""
     if not hasattr(vector, "shape"):
         return vector
-    array = to_array(vector)
+    array = to_array(vector, name)
     data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
     return {"data": data, "dtype": array.dtype.name, "shape": list(array.shape)}
 
 
-def to_array(vector: Any) -> NumpyArray:
+def to_array(vector: Any, name: str) -> NumpyArray:
     """A numpy array of an array, a tensor or nested lists.
 
-    bfloat16 and short integers become float32, and long integers float64. Raises `ValueError` unless the numbers are
-    real.
+    bfloat16 and short integers become float32, and long integers float64. Raises `InvalidArgument` unless the numbers
+    are real.
     """
     if hasattr(vector, "detach"):  # a tensor of PyTorch, which this module does not import
         vector = vector.detach().cpu()
         vector = (vector.float() if str(vector.dtype) == "torch.bfloat16" else vector).numpy()
-    array = np.asarray(vector)
+    try:
+        array = np.asarray(vector)
+    except ValueError:
+        raise InvalidArgument(name, "has lists of different lengths") from None
     if array.dtype.kind not in "fiu":
-        raise ValueError(f"an array of {array.dtype} cannot be sent; give real numbers")
+        raise InvalidArgument(name, f"an array of {array.dtype} cannot be sent; give real numbers")
     if array.dtype.itemsize == 8:  # float32 cannot hold every large integer
         return array.astype(np.float64)
     return array if array.dtype.name in DTYPES else array.astype(np.float32)
@@ -103,4 +106,6 @@ def vector_file(vector: Any) -> bytes:
 
 def stages_file(stages: Mapping[str, Any]) -> bytes:
     """The safetensors file of arrays by name. Whatever has `items` will do, such as TransformerLens's caches."""
-    return write_safetensors({name: to_array(array) for name, array in stages.items()})
+    if not hasattr(stages, "items"):
+        raise InvalidArgument("stages", f"{shown(stages)} is not a mapping from names to arrays")
+    return write_safetensors({name: to_array(array, name) for name, array in stages.items()})

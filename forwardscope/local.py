@@ -18,7 +18,18 @@ import torch
 from torch import Tensor
 
 from forwardscope import requests
-from forwardscope.arguments import Corpus, Index, shown, to_index_text, to_indices, to_prompt, to_targets, to_texts
+from forwardscope.arguments import (
+    Corpus,
+    Index,
+    shown,
+    to_index_text,
+    to_indices,
+    to_integer,
+    to_mapping,
+    to_prompt,
+    to_targets,
+    to_texts,
+)
 from forwardscope.batches import Batches
 from forwardscope.call import HOOKS, Call, Event, Hook, Request, Result, StreamCall
 from forwardscope.client import Client, Stream, as_method, sending_method
@@ -70,7 +81,7 @@ from model.network.joint_passes import MAX_COST, AdaptedNetwork, PromptPass, cos
 from model.network.transformer import Transformer
 from model.network.weight_indices import read_part
 from model.network.weight_views import WeightViews
-from model.text.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer, UnreadableText
 from model.tracing.hooks import HookContext, Hooks
 from model.tracing.predictions import predict
 from model.tracing.selection import Selection
@@ -297,7 +308,8 @@ class LocalModel(Batches):
         network, ids = self.checkpoint.model, self._ids_in_context(prompt)
         config, weight = network.config, network.embed.weight
         targets = to_targets(targets)
-        if top_k is not None and not (type(top_k) is int and 0 <= top_k <= config.vocab_size):
+        top_k = None if top_k is None else to_integer(top_k, "top_k", "give a whole number")
+        if top_k is not None and not 0 <= top_k <= config.vocab_size:
             raise InvalidField("top_k", f"{shortened(top_k)} must be from 0 to {config.vocab_size}, the vocabulary")
         if targets is not None and len(targets) != len(ids):
             raise InvalidField("targets", f"has {len(targets)} entries for {len(ids)} tokens")
@@ -397,7 +409,7 @@ class LocalModel(Batches):
         """The token ids of a text, with the special tokens of the checkpoint unless `add_special_tokens` is False."""
         if not isinstance(text, str):
             raise InvalidArgument("text", f"{shown(text)} is not a text")
-        return self._tokenizer("text").encode(text, add_special_tokens=add_special_tokens)
+        return self._encode(text, "text", add_special_tokens=add_special_tokens)
 
     def to_text(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, without special tokens unless `skip_special_tokens` is False."""
@@ -421,7 +433,8 @@ class LocalModel(Batches):
             return None
         if body.get("baseline"):
             raise InvalidField("hooks", "cannot be compared with a baseline, which is only without edits; run both")
-        return Hooks(hooks, self.checkpoint.stages)
+        takes = "a mapping from stages to functions, such as {'blocks.0.attn.z': f}"
+        return Hooks(to_mapping(hooks, "hooks", takes), self.checkpoint.stages)
 
     def _server(self) -> Client:
         """The client of the application, which begins with the first request, because its cache takes memory."""
@@ -459,12 +472,18 @@ class LocalModel(Batches):
             raise InvalidField(field, "this checkpoint has no tokenizer.json; use token ids")
         return self.checkpoint.tokenizer
 
-    def _ids_of(self, prompt: str | Sequence[int]) -> list[int]:
-        own = to_prompt(prompt)
-        ids = self.to_tokens(own) if isinstance(own, str) else own
+    def _encode(self, text: str, name: str, *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            return self._tokenizer(name).encode(text, add_special_tokens=add_special_tokens)
+        except UnreadableText as error:
+            raise InvalidField(name, str(error)) from None
+
+    def _ids_of(self, prompt: str | Sequence[int], name: str = "prompt") -> list[int]:
+        own = to_prompt(prompt, name)
+        ids = self._encode(own, name) if isinstance(own, str) else own
         if not ids:
-            raise InvalidField("prompt", "is empty; it needs at least one token")
-        self._check_ids("prompt", ids)
+            raise InvalidField(name, "is empty; it needs at least one token")
+        self._check_ids(name, ids)
         return ids
 
     def _ids_in_context(self, prompt: str | Sequence[int]) -> list[int]:

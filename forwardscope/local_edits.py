@@ -26,11 +26,11 @@ def bind_edits(
     network: Network,
     checkpoint: Checkpoint,
     ids: Sequence[int],
-    ids_of: Callable[[Any], list[int]],
+    ids_of: Callable[[Any, str], list[int]],
 ) -> tuple[BoundEdits, tuple[AppliedEdit, ...]]:
     """Check edits for a prompt, and run the passes from which some take their values.
 
-    `ids_of` tokenizes a prompt. Raises `InvalidField`, whose field is for example `edits.2.positions`.
+    `ids_of` tokenizes the prompt of a field. Raises `InvalidField`, whose field is for example `edits.2.positions`.
     """
     given = to_mappings(edits, "edits", "edit")
     read = [read_edit(edit, f"edits.{index}", ids_of) for index, edit in enumerate(given)]
@@ -38,7 +38,7 @@ def bind_edits(
     return plan.bind(compute_sources(network, plan)), describe_edits(plan)
 
 
-def read_edit(edit: Mapping[str, Any], field: str, ids_of: Callable[[Any], list[int]]) -> Edit:
+def read_edit(edit: Mapping[str, Any], field: str, ids_of: Callable[[Any, str], list[int]]) -> Edit:
     """An edit of the caller. `None` means the default, as for the arguments of calls."""
     given = known_fields(edit, FIELDS, field, "edits")
     for name in ("stage", "op"):
@@ -90,16 +90,20 @@ def read_positions(positions: Any, name: str) -> Any:
     return found if isinstance(found, str) else [tuple(each) if isinstance(each, list) else each for each in found]
 
 
-def read_source(source: Mapping[str, Any], field: str, ids_of: Callable[[Any], list[int]]) -> EditSource:
+def read_source(source: Mapping[str, Any], field: str, ids_of: Callable[[Any, str], list[int]]) -> EditSource:
     given = set(source) - {"positions"} if isinstance(source, Mapping) else set()
     if given not in ({"prompt"}, {"prompts"}):
         raise InvalidField(field, "is a mapping with `prompt` or `prompts`, and optionally `positions`")
-    prompts = [source["prompt"]] if "prompt" in given else to_list(source["prompts"], f"{field}.prompts", "a list")
+    if "prompt" in given:
+        prompts = {f"{field}.prompt": source["prompt"]}
+    else:
+        listed = to_list(source["prompts"], f"{field}.prompts", "a list")
+        prompts = {f"{field}.prompts.{index}": prompt for index, prompt in enumerate(listed)}
     if not prompts:
         raise InvalidField(f"{field}.prompts", "is empty; it needs at least one prompt")
     positions = source.get("positions")
     read = None if positions is None else read_positions(positions, f"{field}.positions")
-    first, *others = map(ids_of, prompts)
+    first, *others = [ids_of(prompt, name) for name, prompt in prompts.items()]
     return EditSource(ids=first, positions=read, more=others)
 
 
@@ -110,6 +114,8 @@ def read_vector(vector: Any, field: str) -> Tensor | NamesToTensors:
     try:
         if isinstance(vector, Mapping):
             return {name.replace("hook_", ""): torch.as_tensor(each) for name, each in vector.items()}
+        if isinstance(vector, list | tuple):  # PyTorch does not join tensors of a list
+            vector = [each.tolist() if hasattr(each, "tolist") else each for each in vector]
         return torch.as_tensor(vector)
     except (ValueError, TypeError, RuntimeError) as error:
         raise InvalidField(field, f"cannot be a tensor: {error}") from None

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from forwardscope.arguments import to_list, to_prompt, to_texts
+from forwardscope.arguments import shown, to_integer, to_list, to_prompt, to_texts
 from forwardscope.errors import InvalidArgument
 from forwardscope.stage_keys import StageKey, stage_name
 from model.analysis.harvest.documents import Source
@@ -142,7 +142,14 @@ def harvest_job(
     unknown = options.keys() - {each.name for each in fields(HarvestOptions)}
     if unknown:
         raise InvalidArgument(min(unknown), "is not an option of `harvest`")
-    own = {**options, "statistics": tuple(to_texts(options.get("statistics", ()), "statistics"))}
+    own = {name: value for name, value in options.items() if value is not None}
+    own["statistics"] = tuple(to_texts(own.get("statistics", ()), "statistics"))
+    for name in own.keys() & {"context", "top_k", "file_bytes"}:
+        own[name] = to_integer(own[name], name, "give a whole number")
+    if not isinstance(own.get("packed", True), bool):
+        raise InvalidArgument("packed", f"{shown(own['packed'])} is not True or False")
+    if not isinstance(own.get("field", ""), str):
+        raise InvalidArgument("field", f"{shown(own['field'])} is not a text")
     names = to_texts(stages, "stages")
     return partial(harvest, model, to_sources(corpus), names, Path(out), HarvestOptions(**own))
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from forwardscope import requests
-from forwardscope.arguments import shown
+from forwardscope.arguments import shown, to_integer
 from forwardscope.errors import InvalidArgument
 from forwardscope.local_harvest_of_server import Send, ServerTokenizer
 from model.analysis.surprisal import TextSurprisal, score_text
@@ -15,6 +15,7 @@ def score_on_server(send: Send, text: str, stride: int | None, bos: bool) -> Tex
     """Score a text with requests, which `send` sends."""
     if not isinstance(text, str):
         raise InvalidArgument("text", f"{shown(text)} is not a text")
+    stride = None if stride is None else to_integer(stride, "stride", "give a number of tokens")
     limits = send(requests.model()).limits
     length = min(limits.max_positions, limits.cache_tokens)
 

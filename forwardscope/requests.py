@@ -22,6 +22,7 @@ from forwardscope.arguments import (
     to_continuations,
     to_index_text,
     to_indices,
+    to_mapping,
     to_messages,
     to_prompt,
     to_targets,
@@ -182,11 +183,12 @@ def compare(
     that in which B computes. `names` maps names of arrays to names of stages.
     """
     tensors = None if stages is None else base64.b64encode(stages_file(stages)).decode()
+    own_setting = None if setting is None else to_mapping(setting, "setting", "a mapping, such as {'quantize': 'int8'}")
     body = without_none(
         prompt=to_prompt(prompt),
-        b=without_none(tensors=tensors, path=path, setting=None if setting is None else dict(setting)),
+        b=without_none(tensors=tensors, path=path, setting=own_setting),
         dtype=dtype,
-        names=None if names is None else dict(names),
+        names=None if names is None else to_mapping(names, "names", "a mapping from names to stages"),
         per_position=per_position,
         per_head=per_head,
         **fields,
@@ -218,7 +220,8 @@ def generate(
     for each of these numbers, by which the changes of the edits are multiplied.
     """
     if trace is not None:  # with the values of its stages, unless it names another `detail`
-        trace = ({"detail": "values"} if "stages" in trace else {}) | dict(trace) | {"encoding": "base64"}
+        trace = to_mapping(trace, "trace", "a mapping, such as {'stages': '*.resid_post'}")
+        trace = ({"detail": "values"} if "stages" in trace else {}) | trace | {"encoding": "base64"}
         if isinstance(trace.get("stages"), str):
             trace["stages"] = [trace["stages"]]
     body = without_none(
@@ -364,7 +367,7 @@ def attribute(
         positions=to_indices(positions, "positions"),
         heads=to_indices(heads, "heads"),
         stage=stage,
-        vector=to_vector(vector),
+        vector=to_vector(vector, "vector"),
         edits=to_edits(edits),
         model=model,
         adapter=adapter,

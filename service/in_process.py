@@ -102,12 +102,16 @@ class InProcessTransport(httpx.BaseTransport):
 
 async def start(checkpoint: Checkpoint, kv_cache_dtype: KVCacheDtype) -> FastAPI:
     """An application that is ready: the routes of a server, and the gate that reads their requests."""
+    quantize: dict[str, Any] = {}
+    if not isinstance(checkpoint.quantization, str):  # calibrated weights, which answers name
+        quantize = {"quantize": checkpoint.quantization_name}
     settings = Settings.model_construct(
         model=checkpoint.name,
         api_key=SecretStr(API_KEY),
         kv_cache_dtype=kv_cache_dtype,
         request_timeout_seconds=SECONDS,
         sse_keepalive_seconds=0.0,
+        **quantize,
         **LIMITS,
     )
     app, state = FastAPI(openapi_url=None), State(settings)

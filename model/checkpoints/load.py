@@ -32,6 +32,7 @@ from model.network.prepare import keeps_any_format, prepare_model
 from model.network.transformer import Transformer
 from model.ops.quantization import LayerFormats
 from model.ops.stored_weights import Weight
+from model.ops.weight_formats import PackedGroups
 from model.text.chat_template import ChatTemplate
 from model.text.sampling import SamplingParams
 from model.text.tokenizer import Tokenizer
@@ -132,6 +133,15 @@ class Checkpoint:
     location: Location | None = None
     files: Sequence[Path] = ()
     quantization: Quantization | LayerFormats = "none"
+
+    @property
+    def quantization_name(self) -> str:
+        """The name of the quantization: "auto" if layers other than the head have different formats."""
+        if isinstance(self.quantization, str):
+            return self.quantization
+        layers = {name: each for name, each in self.quantization.items() if name != "head"}
+        names = {(each.format if isinstance(each, PackedGroups) else each).name for each in layers.values()}
+        return names.pop() if len(names) == 1 else "auto"
 
     @property
     def stages(self) -> list[Stage]:

@@ -29,7 +29,7 @@ class TooManyTokens(ValueError):
 
 
 class UnreadableText(ValueError):
-    """An expression in the `tokenizer.json` gives up on a text, because it would take too many steps."""
+    """A text that has no tokens: it has a lone surrogate, or an expression in the `tokenizer.json` gives up on it."""
 
 
 Spans = list[tuple[int, int] | None]
@@ -120,13 +120,13 @@ class Tokenizer:
             self.check_bytes(text, max_tokens)
             self._check_pieces(text, max_tokens)
         # A batch of one, because the library's `encode` holds the GIL, which would stop all other threads.
-        with _unreadable_texts():
+        with _unreadable_texts(text):
             ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def encode_with_spans(self, text: str, *, add_special_tokens: bool = True) -> tuple[list[int], Spans]:
         """The token ids of a text, and the characters of each. Tokens that share a character have the same span."""
-        with _unreadable_texts():
+        with _unreadable_texts(text):
             encoding = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         marked = zip(encoding.offsets, encoding.special_tokens_mask, strict=True)
         return encoding.ids, [None if is_added else span for span, is_added in marked]
@@ -216,11 +216,13 @@ class Tokenizer:
 
 
 @contextmanager
-def _unreadable_texts() -> Iterator[None]:
-    """Raise `UnreadableText` if the library gives up on a text."""
+def _unreadable_texts(text: str) -> Iterator[None]:
+    """Raise `UnreadableText` if the library gives up on a text, or if the text is not one of UTF-8."""
     try:
         yield
     except BaseException as error:
+        if isinstance(error, TypeError) and any("\ud800" <= each <= "\udfff" for each in text):
+            raise UnreadableText("contains a lone surrogate, which is not a character; remove it") from None
         if not _is_panic(error):
             raise
         raise UnreadableText(f"the tokenizer of this model cannot split this text: {error}") from error

@@ -398,7 +398,12 @@ def make_parser() -> Parser:
     parser = Parser(description="Train a small network on text files.")
     parser.add_argument("texts", nargs="+", type=Path)
     parser.add_argument(
-        "--prose", nargs="+", type=Path, default=[], help="books of prose, in which the lines of a paragraph are joined"
+        "--prose",
+        nargs="+",
+        action="extend",
+        type=Path,
+        default=[],
+        help="books of prose, in which the lines of a paragraph are joined",
     )
     parser.add_argument("--start", type=Path, help="directory of a checkpoint to train further")
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint, the log and the state")

@@ -4,13 +4,14 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
 import torch
 
 from forwardscope import Client, ForwardscopeError
+from model.analysis.auto_quantization import resolve
 from model.analysis.compare import Comparison, Options, compare, compare_bytes, record_stages, require_comparable
 from model.analysis.compare.report import report
 from model.analysis.compare.sources import (
@@ -165,9 +166,11 @@ def compute_stages(
         text = DEFAULT_PROMPT if options.prompt is None else options.prompt
         check_equal_ids(ids, b.tokenizer.encode(text))
     own = dtype or (torch.float32 if b.dtype == torch.float64 else b.dtype)
-    settings: Mapping[str, str] = {"quantize": options.quantize or "none", "kernels": options.kernels or "torch"}
-    network = b.network(own, quantize=options.quantize or "none", kernels=options.kernels or "torch")
-    described = ", ".join([str(own).removeprefix("torch."), *(each for each in settings.values() if each != "none")])
+    setting: Quantization = options.quantize or "none"
+    kernels: Kernels = options.kernels or "torch"
+    quantize = resolve(options.b, setting, None, kernels)  # calibrated, as in a server with this setting
+    network = b.network(own, quantize=quantize, kernels=kernels)
+    described = ", ".join([str(own).removeprefix("torch."), *([] if setting == "none" else [setting]), kernels])
     return record_stages(f"{b.name} ({described})", network, ids, own, a.config)
 
 

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from forwardscope import Client, ForwardscopeError
 from forwardscope.local_harvest_of_server import served_model
+from model.analysis.auto_quantization import resolve
 from model.analysis.harvest.harvest import DEFAULT_FILE_BYTES, DEFAULT_TOP_K, HarvestOptions, Store, harvest
 from model.analysis.harvest.passes import HarvestedModel, local_model
 from model.analysis.harvest.statistics import Statistic
@@ -36,6 +37,7 @@ def main() -> None:
     """Exit with 0, 1 after a failure, and 2 for a wrong command line."""
     options = make_parser().parse_args()
     logging.basicConfig(level="INFO", format="%(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel("WARNING")  # otherwise a line for each pass of a server
     try:
         for path in options.texts:
             path.stat()  # a wrong path is told before the model is loaded
@@ -60,9 +62,10 @@ def main() -> None:
 @contextmanager
 def open_model(options: argparse.Namespace) -> Iterator[HarvestedModel]:
     """The model in this process, or that of a server. Raises `InvalidField` for an option that the server decides."""
-    chosen = {name: getattr(options, name) for name in OF_CHECKPOINT}
+    chosen: dict[str, Any] = {name: getattr(options, name) for name in OF_CHECKPOINT}
     if not is_url(options.model):
         chosen["device"] = find_device(options.device)
+        chosen["quantize"] = resolve(options.model, options.quantize, None, options.kernels)  # calibrated, as by `load`
         yield local_model(load_checkpoint(options.model, **chosen))
         return
     for name, value in chosen.items():
@@ -76,7 +79,9 @@ def make_parser() -> Parser:
     parser = Parser(prog="forwardscope harvest", description=DESCRIPTION)
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("texts", metavar="TEXT", nargs="+", type=Path)
-    parser.add_argument("--stages", nargs="+", required=True, metavar="GLOB", help='such as "blocks.3.resid_post"')
+    parser.add_argument(
+        "--stages", nargs="+", action="extend", required=True, metavar="GLOB", help='such as "blocks.3.resid_post"'
+    )
     parser.add_argument("--out", required=True, type=Path, metavar="DIRECTORY", help="a new or an empty directory")
     parser.add_argument(
         "--context", type=number(int, 1), help="tokens of a pass; default: 1024, or the context of the model"
@@ -91,6 +96,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--statistics",
         nargs="+",
+        action="extend",
         default=[],
         type=one_of(*get_args(Statistic)),
         help=f"store these instead of the rows: {', '.join(get_args(Statistic))}",

@@ -197,4 +197,6 @@ def _setting_stages(setting: CompareSetting, call: ModelCall, opened: OpenCheckp
 def _described(quantize: Quantization | LayerFormats, settings: Settings) -> list[str]:
     if not isinstance(quantize, str):
         return [settings.quantize]
+    if quantize in ("int5", "int4"):  # a start with this setting calibrates, which takes too long for a request
+        return [f"{quantize} rounded to nearest"]
     return [] if quantize in ("none", "stored") else [quantize]

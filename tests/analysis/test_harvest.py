@@ -25,6 +25,7 @@ from model.analysis.harvest.statistics import EDGES, Histogram
 from model.checkpoints.load import load_checkpoint
 from model.errors import InvalidField
 from model.tracing.tap import Recorder
+from service.commands import harvest as command
 from tests.service.checkpoints import CONTEXT, write_checkpoint
 
 TEXTS = ["the cat sat on the mat", "and the dög ran ☃ on the log; that was that\r\n" * 3, "", "the cats ran there " * 9]
@@ -178,11 +179,18 @@ def test_files_of_every_kind_have_the_same_rows(model: LocalModel, tmp_path: Pat
         ("a", "embed", {"store": "int8"}, "store: 'int8' is not auto, float32, bfloat16 or float16"),
         ("a", "embed", {"statistics": "median"}, "statistics: 'median' is not"),
         ("a", "embed", {"top_k": 0}, "top_k: 0 must be from 1"),
+        ("a", "embed", {"top_k": 3}, "top_k: counts examples of the statistic top"),
         ("a", "embed", {"layers": 0}, "layers: is not an option"),
+        (["a", "b\ud800"], "embed", {}, "corpus: .*contains a lone surrogate"),
+        ("a", [], {}, "stages: is empty; name at least one stage"),
+        ("a", "embed", {"context": 1.5}, r"context: 1\.5 is not an integer"),
+        ("a", "embed", {"file_bytes": "256M"}, "file_bytes: '256M' is not an integer"),
+        ("a", "embed", {"packed": "no"}, "packed: 'no' is not True or False"),
+        ("a", "embed", {"field": 3}, "field: 3 is not a text"),
     ],
 )
 def test_a_wrong_argument_is_named(
-    model: LocalModel, tmp_path: Path, corpus: Any, stages: str, options: dict[str, Any], message: str
+    model: LocalModel, tmp_path: Path, corpus: Any, stages: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         model.harvest(corpus, stages, tmp_path / "out", **options)
@@ -240,6 +248,25 @@ def test_a_bin_of_a_histogram_has_its_lower_edge_and_not_its_upper_one() -> None
     histogram.add(numbers[:, None])
     expected = np.histogram(numbers, np.array([-np.inf, *EDGES.tolist(), np.inf]))[0]
     assert histogram.counts[0].tolist() == expected.tolist()
+
+
+@pytest.mark.slow
+def test_a_calibrated_model_is_named_and_the_command_harvests_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("Once upon a time there was a cat.")
+    model = load("bundled", quantize="int4")
+    expected = model.harvest(tmp_path / "text.txt", "blocks.0.attn_out", tmp_path / "expected")
+    line = ["bundled", str(tmp_path / "text.txt"), "--stages", "blocks.0.attn_out", "--quantize", "int4"]
+    monkeypatch.setattr(sys, "argv", ["harvest", *line, "--out", str(tmp_path / "found")])
+    command.main()
+    found = Harvest(tmp_path / "found")
+    assert torch.equal(found["blocks.0.attn_out"], expected["blocks.0.attn_out"])
+    assert found.settings == expected.settings
+    assert (found.settings["quantization"], model.model().quantization) == ("int4", "int4")
+    own = model.compare("a b", setting={"quantize": "int4"})
+    assert own.b == "bundled (bfloat16, int4, auto)"
+    assert own.logits == model.compare("a b", setting={}).logits
 
 
 @pytest.mark.slow

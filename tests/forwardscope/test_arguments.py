@@ -39,6 +39,21 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "messages: 5 is not a list of messages": lambda model: model.chat(5),
     "messages.1: 'hi' is not a mapping": lambda model: model.chat([{"role": "user"}, "hi"]),
     "ids: 'abc' is not a list of integers": lambda model: model.to_text("abc"),
+    "heads: 2 is not a list of integers, such as [0, 1]": lambda model: model.run("a", heads=2),
+    "positions: 2 is not a list of integers, such as [0, -1]": lambda model: model.run("a", positions=2),
+    "trace: True is not a mapping, such as": lambda model: model.generate("a", trace=True),
+    "trace: '*.z' is not a mapping, such as": lambda model: model.generate("a", trace="*.z"),
+    "setting: 'int8' is not a mapping, such as": lambda model: model.compare("a", setting="int8"),
+    "names: 'x' is not a mapping": lambda model: model.compare("a", {}, names="x"),
+    "stages: [1] is not a mapping from names to arrays": lambda model: model.compare("a", [1]),
+    "logits: an array of bool cannot be sent": lambda model: model.compare("a", {"logits": np.zeros(2, bool)}),
+    "logits: has lists of different lengths": lambda model: model.compare("a", {"logits": [[1], [1, 2]]}),
+    "edits.0.source.prompt: ['a'] is a list of prompts": lambda model: model.run(
+        "a", edits=[ZERO | {"op": "patch", "source": {"prompt": ["a"]}}]
+    ),
+    "edits.0.source.prompts.1: 5 is not a text": lambda model: model.run(
+        "a", edits=[ZERO | {"op": "mean", "source": {"prompts": ["a", 5]}}]
+    ),
 }
 
 
@@ -64,6 +79,7 @@ def test_a_wrong_argument_is_named(message: str, model: LocalModel) -> None:
     [
         ("temperature: nan cannot be sent", lambda client: client.generate("a", temperature=float("nan"))),
         ("metadata: <object", lambda client: client.chat("a", metadata=object())),
+        ("edits.1.scale: nan cannot", lambda client: client.logits("a", edits=[ZERO, ZERO | {"scale": float("nan")}])),
         ("token: 1.5 is not an integer", lambda client: client.attribute("direct", "a", token=1.5)),
         ("corrupted: 7 is not a text", lambda client: client.attribute("patching", "a", corrupted=7)),
         ("layers: 'x' is not a list", lambda client: client.patterns("a", "x")),
@@ -76,12 +92,58 @@ def test_a_caller_is_told_what_cannot_be_sent(message: str, call: Callable[[Any]
         assert str(raised.value).startswith(message)
 
 
+def test_numbers_and_arrays_of_numpy_and_pytorch_and_ranges_are_sent_as_numbers_and_lists() -> None:
+    """Also in a list, and inside of a mapping."""
+    generate: Any = requests.generate
+    own = generate(
+        "a",
+        max_tokens=np.int64(3),
+        seed=torch.tensor(7),
+        trace={"stages": "*.z", "positions": np.array([0, 1]), "heads": range(2)},
+        edits=[
+            {"stage": "embed", "op": "add", "vector": list(np.array([0.5, 2], np.float32)), "scale": np.float32(0.5)}
+        ],
+        scales=np.array([0.0, 1.0]),
+    )
+    plain = generate(
+        "a",
+        max_tokens=3,
+        seed=7,
+        trace={"stages": "*.z", "positions": [0, 1], "heads": [0, 1]},
+        edits=[{"stage": "embed", "op": "add", "vector": [0.5, 2.0], "scale": 0.5}],
+        scales=[0.0, 1.0],
+    )
+    assert own.request.content == plain.request.content
+
+
+def test_a_model_takes_an_integer_of_numpy_and_vectors_in_a_list(model: LocalModel) -> None:
+    any_model: Any = model
+    vectors = torch.eye(256)[:2]
+    for subspace in (list(vectors), list(vectors.numpy())):
+        edits = [[{"stage": "embed", "op": "project", "subspace": each}] for each in (subspace, vectors)]
+        first, second = (any_model.run("a b", "logits", top_k=np.int64(1), edits=each) for each in edits)
+        assert torch.equal(first.logits, second.logits)
+    with pytest.raises(InvalidArgument, match=r"^top_k: 1\.5 is not an integer; give a whole number"):
+        any_model.run("a", top_k=1.5)
+    for call in (model.run, model.to_tokens):
+        with pytest.raises(ValueError, match=r"^(prompt|text): contains a lone surrogate"):
+            call("a\ud800")
+    with pytest.raises(InvalidArgument, match=r"^stride: 1\.5 is not an integer"):
+        any_model.score_text("a b", stride=1.5)
+    with pytest.raises(InvalidArgument, match=r"^hooks: \[.* is not a mapping from stages to functions"):
+        any_model.run("a", hooks=[("embed", print)])
+
+
 @pytest.mark.parametrize(
     ("message", "arguments"),
     [
-        ("top_k: '3' must be from 0 to 4096", {"top_k": "3"}),
-        ("top_k: 1.5 must be from 0 to 4096", {"top_k": 1.5}),
+        ("top_k: '3' is not an integer; give a whole number", {"top_k": "3"}),
+        ("top_k: 5000 must be from 0 to 4096", {"top_k": 5000}),
         ("edits.0.stage: 3 is not the name of a stage", {"edits": [{"stage": 3, "op": "zero"}]}),
+        (
+            "edits.0.source.prompt: contains a lone surrogate",
+            {"edits": [ZERO | {"op": "patch", "source": {"prompt": "\ud800"}}]},
+        ),
     ],
 )
 def test_the_model_of_load_names_wrong_arguments_of_run(

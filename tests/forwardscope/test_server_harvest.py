@@ -98,13 +98,19 @@ def test_the_command_takes_the_url_of_a_server(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """An option that is repeated adds to the first, and no line of the log is about one request."""
     (tmp_path / "text.txt").write_text(TEXTS[0])
     line = [client.url, str(tmp_path / "text.txt"), "--stages", "embed", "--out", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["harvest", *line])
+    monkeypatch.setattr(sys, "argv", ["harvest", *line, "--stages", "*.0.attn_out"])
+    caplog.set_level("INFO")
     command.main()
-    expected = local.harvest(tmp_path / "text.txt", "embed", tmp_path / "local")
-    assert Harvest(tmp_path / "out")["embed"].equal(expected["embed"])
+    assert "HTTP Request" not in caplog.text
+    stages = ["embed", "blocks.0.attn_out"]
+    expected = local.harvest(tmp_path / "text.txt", stages, tmp_path / "local")
+    found = Harvest(tmp_path / "out")
+    assert all(found[name].equal(expected[name]) for name in stages)
     monkeypatch.setattr(sys, "argv", ["harvest", *line, "--quantize", "int8"])
     with pytest.raises(SystemExit):
         command.main()

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from forwardscope import load
 from model.checkpoints.load import load_checkpoint
-from service.commands.compare import main
+from service.commands.compare import DEFAULT_PROMPT, main
 from tests.analysis.planted_faults import in_transformer_lens_names, record
 from tests.service.checkpoints import write_checkpoint
 from tests.service.running import Running
@@ -100,6 +101,16 @@ def test_the_same_checkpoint_with_another_dtype_does_not_differ_but_quantized_it
     status, out, _ = run(str(tiny_directory), str(tiny_directory), "--quantize", "int8")
     assert status == 3
     assert "the first stage that differs is blocks.0.attn.q" in out
+
+
+@pytest.mark.slow
+def test_int4_is_calibrated_as_in_a_loaded_model(run: Run) -> None:
+    ids = load("bundled").to_tokens(DEFAULT_PROMPT)
+    rows = [load("bundled", dtype="float32", quantize=each).logits(ids, "all").logits for each in ("none", "int4")]
+    exact, quantized = (row.double().log_softmax(-1) for row in rows)
+    kl = (exact.exp() * (exact - quantized)).sum(-1).mean()
+    line = ["bundled", "bundled", "--dtype", "float32", "--quantize", "int4", "--kernels", "auto", "--json"]
+    assert json.loads(run(*line)[1])["logits"]["kl"] == pytest.approx(float(kl), rel=0.01)
 
 
 def test_a_running_server_is_compared(run: Run, tiny: Running, tiny_directory: Path, tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ class HarvestOptions:
                 raise InvalidField("statistics", f"{short_repr(each)} is not {words}")
         if not 1 <= self.top_k <= MAX_TOP_K:
             raise InvalidField("top_k", f"{self.top_k} must be from 1 to {MAX_TOP_K}")
+        if self.top_k != DEFAULT_TOP_K and "top" not in self.statistics:
+            raise InvalidField("top_k", "counts examples of the statistic top, which is not asked for; leave it out")
         if self.file_bytes < 1:
             raise InvalidField("file_bytes", f"{self.file_bytes} must be at least 1")
 
@@ -136,6 +138,8 @@ def choose_stages(model: HarvestedModel, globs: Sequence[str]) -> list[Stage]:
         chosen = select(model.stages, globs)
     except UnknownStage as error:
         raise InvalidField("stages", str(error)) from None
+    if not chosen:
+        raise InvalidField("stages", "is empty; name at least one stage")
     for stage in chosen:
         if "key" in stage.dims:
             raise InvalidField("stages", f"{stage.name} has a number for each key, not a row for each token; use `run`")

@@ -44,7 +44,7 @@ def local_model(checkpoint: Checkpoint) -> HarvestedModel:
     return HarvestedModel(
         name=checkpoint.name,
         dtype=network.embed.weight.dtype,
-        quantization=str(checkpoint.quantization),
+        quantization=checkpoint.quantization_name,
         stages=stages_of(config),
         sizes=sizes_of(config, 1),
         max_positions=config.max_positions,
