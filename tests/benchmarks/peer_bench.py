@@ -44,7 +44,9 @@ def cache_gib(config: Mapping[str, Any], num_tokens: int) -> int:
     """The GiB of keys and values in float32 of this many tokens, rounded up."""
     num_heads = config["num_attention_heads"]
     d_head = config.get("head_dim") or config["hidden_size"] // num_heads
-    num_numbers = 2 * config["num_hidden_layers"] * config.get("num_key_value_heads", num_heads) * d_head * num_tokens
+    num_numbers: int = (
+        2 * config["num_hidden_layers"] * config.get("num_key_value_heads", num_heads) * d_head * num_tokens
+    )
     return math.ceil(4 * num_numbers / (1 << 30))
 
 
