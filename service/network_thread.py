@@ -39,10 +39,10 @@ class NetworkThread:
         self._deliver = deliver
         self._fail = fail
         self._posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        # Used on the network's thread:
-        self._jobs: deque[Job[Any]] = deque()
         self.is_idle = False
         """Whether the thread waits for something to do. Any thread may read it."""
+        # Used on the network's thread:
+        self._jobs: deque[Job[Any]] = deque()
         self._next_job = 0.0  # when the next job may start
         self._piece_began = 0.0  # when the job that runs began or continued
         self._engine: Engine | None = None

@@ -25,6 +25,8 @@ MAX_MESSAGES = 4096
 FUNCTION_NAME = r"^[a-zA-Z0-9_.:/-]{1,128}$"
 Ignored = Annotated[Any, Field(None, description="accepted; it does not change the answer")]
 JsonObject = dict[str, Any]
+ANNOTATIONS = ("title", "description", "default", "neutral", "instead")  # of a field's JSON schema, beside its type
+NULL = {"type": "null"}
 
 
 def not_implemented(*neutral: Any, instead: str = "") -> Any:
@@ -50,10 +52,6 @@ def loose_fields(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[str]
 
 def _is_object(kind: Any) -> bool:
     return kind is dict or (isinstance(kind, type) and issubclass(kind, BaseModel))
-
-
-ANNOTATIONS = ("title", "description", "default", "neutral", "instead")
-NULL = {"type": "null"}
 
 
 def nullable(field: JsonSchemaValue) -> JsonSchemaValue:

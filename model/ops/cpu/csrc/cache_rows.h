@@ -37,7 +37,7 @@ struct CacheRows {
     long end;  // of the sequence: positions from here on have no blocks
     const BFloat16* magnitudes = nullptr;  // from the first head on
     long magnitude_stride = 0;             // from one slot to the next
-    Number* room = nullptr;                // for as many rows as are used at a time
+    Number* room = nullptr;                // for WIDTH rows
 
     long number_size() const { return magnitudes ? 1 : sizeof(Number); }
     long row_bytes() const { return stride * number_size(); }
@@ -51,18 +51,17 @@ struct CacheRows {
         return rows;
     }
 
-    // Sets `rows` to the rows of the positions [begin, begin + count). Those from `end` on are `missing`. Dequantized rows
+    // Sets `rows` to the rows of the WIDTH positions from `begin` on. Those from `end` on are `missing`. Dequantized rows
     // are valid until `room` is used again.
-    template <int count>
-    void find(long begin, long end, const Number* missing, const Number* (&rows)[count]) const {
+    void find(long begin, long end, const Number* missing, const Number* (&rows)[WIDTH]) const {
         if (magnitudes) {
-            for (int i = 0; i < count; i++)
+            for (int i = 0; i < WIDTH; i++)
                 rows[i] = begin + i < end ? dequantized(begin + i, i) : missing;
-        } else if (is_run(begin, count, end)) {
+        } else if (is_run(begin, end)) {
             const Number* const first = (const Number*)bytes(begin);
-            for (int i = 0; i < count; i++) rows[i] = first + i * stride;
+            for (int i = 0; i < WIDTH; i++) rows[i] = first + i * stride;
         } else {
-            for (int i = 0; i < count; i++) rows[i] = begin + i < end ? (const Number*)bytes(begin + i) : missing;
+            for (int i = 0; i < WIDTH; i++) rows[i] = begin + i < end ? (const Number*)bytes(begin + i) : missing;
         }
     }
 
@@ -71,7 +70,7 @@ struct CacheRows {
     Ahead<Number> ahead(long position, long head) const {
         const long next = head + std::max(1L, AHEAD_BYTES / (WIDTH * D * number_size()));
         position += next / num_heads * WIDTH;
-        if (!is_run(position, WIDTH, end)) return {(const char*)blocks, 0};
+        if (!is_run(position, end)) return {(const char*)blocks, 0};
         return {bytes(position) + next % num_heads * D * number_size(), row_bytes()};
     }
 
@@ -88,9 +87,9 @@ struct CacheRows {
     }
 
    private:
-    // Whether `count` rows lie one after the other.
-    bool is_run(long begin, long count, long end) const {
-        return begin % block_size + count <= block_size && begin + count <= end;
+    // Whether the WIDTH rows from `begin` on lie one after the other, before `end`.
+    bool is_run(long begin, long end) const {
+        return begin % block_size + WIDTH <= block_size && begin + WIDTH <= end;
     }
 
     long slot(long position) const { return blocks[position / block_size] * block_size + position % block_size; }
