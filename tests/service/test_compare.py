@@ -78,6 +78,10 @@ def test_the_first_stage_that_differs_is_named_with_its_mistake(comparing: Runni
     assert len(z["per_position"]) == len(PROMPT)
 
 
+def test_four_bits_of_a_request_are_named_as_rounded(comparing: Running) -> None:
+    assert "int4 rounded to nearest" in compare(comparing, {"setting": {"quantize": "int4"}})["b"]
+
+
 @pytest.mark.parametrize("setting", [{}, {"dtype": "bfloat16"}, {"kernels": "torch"}])
 def test_a_setting_without_quantization_does_not_differ(comparing: Running, setting: dict[str, str]) -> None:
     assert not compare(comparing, {"setting": setting})["verdict"]["differs"]
