@@ -11,9 +11,14 @@ from tests.service.running import PATIENCE_SECONDS, Running, Start
 SECONDS = 0.4
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 BODIES: dict[str, dict[str, Any]] = {
-    "/generate": {"prompt": [1, 2], "max_tokens": 3, "ignore_eos": True},
-    "/v1/completions": {"prompt": [1, 2], "max_tokens": 3, "ignore_eos": True},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "ignore_eos": True},
+    "/generate": {"prompt": [1, 2], "max_tokens": 3, "ignore_eos": True, "temperature": 0},
+    "/v1/completions": {"prompt": [1, 2], "max_tokens": 3, "ignore_eos": True, "temperature": 0},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 3,
+        "ignore_eos": True,
+        "temperature": 0,
+    },
     "/attribute": {
         "method": "patching",
         "prompt": [1, 2, 3],
