@@ -42,6 +42,7 @@ _REASONS = (
     (r"\.lora_[AB]\.bias$", "they are biases (lora_bias)"),
     (r"\.bias$", "they are biases of the base network"),
     (r"^(?!.*\.lora_)", "they are weights of the base network, trained with modules_to_save"),
+    (r"^(?!base_model\.model\.)", f"their names lack {PREFIX}; save the adapter with save_pretrained of PEFT"),
 )
 
 
@@ -92,6 +93,9 @@ def load_adapter(checkpoint: Checkpoint, path: str | Path, name: str | None = No
         if own:
             matrices = read_matrices(source, config, own, num_outputs=sum(each.num_outputs for each in modules))
             a, b = (matrix.to(weight.device, weight.dtype) for matrix in matrices)
+            if not (a.isfinite().all() and b.isfinite().all()):
+                names = join_names(name for module in own for name in module.names)
+                raise CheckpointError(f"{WEIGHTS} has numbers that are not finite in {weight.dtype}: {names}")
             adapted[layer_name] = LowRankLayer(a, b, ops)
             ranks |= {config.rank_of(module.name) for module in own}
     return Adapter(name or directory.resolve().name, adapted, sorted(ranks))

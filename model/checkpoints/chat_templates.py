@@ -46,7 +46,8 @@ def make_chat_template(
 ) -> ChatTemplate | None:
     """The chat templates of a checkpoint: name -> the file that holds it, and its source. None if there are none.
 
-    The template in the file `override` replaces all of them. Raises a `CheckpointError` that names the file.
+    The template in the file `override` replaces all of them. An empty template is none. Raises a `CheckpointError` that
+    names the file.
     """
     if tokenizer is None:
         if override is not None:
@@ -54,6 +55,11 @@ def make_chat_template(
         return None
     if override is not None:
         sources = {"default": (override, _read_text(override))}
+        if not sources["default"][1].strip():
+            raise CheckpointError(f"{override}: the chat template is empty")
+    for file in {file for file, source in sources.values() if not source.strip()}:
+        logger.warning("%s: a chat template is empty, so it is left out", file)
+    sources = {name: (file, source) for name, (file, source) in sources.items() if source.strip()}
     if not sources:
         return None
     for file, source in sources.values():
@@ -72,9 +78,9 @@ def _template_files(directory: Path) -> dict[str, Path]:
     """The template files by name. If there are any, the templates in `tokenizer_config.json` have no effect."""
     default = directory / "chat_template.jinja"
     files = {"default": default} if is_present(default) else {}
-    files |= {
-        path.name.removesuffix(".jinja"): path for path in (directory / "additional_chat_templates").glob("*.jinja")
-    }
+    others = directory / "additional_chat_templates"
+    if is_present(others):  # `glob` would leave out a directory that cannot be read
+        files |= {path.stem: path for path in sorted(others.iterdir()) if path.suffix == ".jinja"}
     if len(files) > MAX_TEMPLATES:
         raise CheckpointError(f"{directory}: has more than {MAX_TEMPLATES} chat templates, the limit")
     return files

@@ -16,6 +16,7 @@ import torch
 from model.checkpoints.added_tokens import read_tokenizer
 from model.checkpoints.chat_templates import make_chat_template, read_chat_template, read_special_tokens
 from model.checkpoints.families import Family, translate
+from model.checkpoints.families.quantization import QUANTIZATION_FILES, not_implemented
 from model.checkpoints.gguf_files import read_gguf_checkpoint
 from model.checkpoints.locate import BUNDLED, Location, locate
 from model.checkpoints.memory import CheckMemory, check_weights, plan_network
@@ -236,6 +237,8 @@ def _read_directory(location: Location, chat_template: Path | None) -> Contents:
     """A checkpoint in Hugging Face layout."""
     directory = location.directory
     config = read_json(directory / "config.json")
+    for other in filter(is_present, map(directory.joinpath, QUANTIZATION_FILES)):
+        raise CheckpointError(not_implemented(str(other), read_json(other)))
     family, model_config = translate(config)
     path = directory / "generation_config.json"
     defaults = read_generation_defaults(read_json(path) if is_present(path) else {}, config)

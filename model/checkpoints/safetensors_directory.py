@@ -28,6 +28,7 @@ SUFFIX = ".safetensors"
 MAX_INDEX_BYTES = 8 << 20
 MAX_HEADER_BYTES = 8 << 20
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+WEIGHT_PICKLES = ("pytorch_model", "model", "consolidated")  # others may be the state of an optimizer
 PICKLE_HINT = (
     "is a pickle. Pickles are refused, because opening one can run code. If you trust it, convert it: "
     "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
@@ -168,7 +169,8 @@ def _weight_files(directory: Path, index: Mapping[str, str] | None) -> list[Path
     if paths:
         found = join_names(path.name for path in paths)
         raise CheckpointError(f"{directory}: several *.safetensors ({found}) and no {INDEX}")
-    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    names = [path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES]
+    pickles = sorted(names, key=lambda name: (not name.startswith(WEIGHT_PICKLES), name))
     hint = f"; {printable_name(pickles[0])} {PICKLE_HINT}" if pickles else ""
     raise CheckpointError(f"{directory}: no *.safetensors{hint}")
 

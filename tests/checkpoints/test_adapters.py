@@ -144,6 +144,25 @@ def test_missing_surplus_and_misshapen_tensors_are_named(
     assert re.search(reason, refusal(base, adapter))
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_numbers_that_are_not_finite_are_refused(base: Checkpoint, adapter: Path, number: float) -> None:
+    name = f"{PREFIX}{Q}lora_B.weight"
+    matrix = load_file(adapter / "adapter_model.safetensors")[name]
+    matrix[3, 1] = number
+    edit_tensors(adapter, {name: matrix})
+    assert re.search(
+        r"has numbers that are not finite in torch.float32: .*q_proj.lora_B.weight", refusal(base, adapter)
+    )
+
+
+def test_names_without_the_prefix_of_peft_are_explained(base: Checkpoint, adapter: Path) -> None:
+    stored = load_file(adapter / "adapter_model.safetensors")
+    save_file(
+        {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}, adapter / "adapter_model.safetensors"
+    )
+    assert "their names lack base_model.model.; save the adapter with save_pretrained of PEFT" in refusal(base, adapter)
+
+
 def test_an_adapter_without_tensors_is_refused(base: Checkpoint, adapter: Path) -> None:
     save_file({}, adapter / "adapter_model.safetensors")
     assert " lacks " in refusal(base, adapter)

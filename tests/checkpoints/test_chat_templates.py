@@ -116,6 +116,23 @@ def test_a_given_file_must_exist_and_needs_a_tokenizer(tmp_path: Path, tokenizer
         read_chat_template(tmp_path, None, tmp_path / "own.jinja")
 
 
+def test_an_empty_template_is_left_out_with_a_warning(
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_file(tmp_path, "chat_template.jinja", " \n")
+    assert read_chat_template(tmp_path, tokenizer) is None
+    assert f"{path}: a chat template is empty, so it is left out" in caplog.text
+    with pytest.raises(CheckpointError, match=r"own\.jinja: the chat template is empty"):
+        read_chat_template(tmp_path, tokenizer, write_file(tmp_path, "own.jinja", ""))
+
+
+def test_further_templates_that_cannot_be_read_are_not_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    write_file(tmp_path, "chat_template.jinja", "c")
+    write_file(tmp_path, "additional_chat_templates", "a file in the place of the directory")
+    with pytest.raises(OSError, match="additional_chat_templates"):
+        read_chat_template(tmp_path, tokenizer)
+
+
 def test_a_loaded_checkpoint_has_its_templates(copy_of: Callable[[str], Path]) -> None:
     directory = copy_of("tied")
     assert load_checkpoint(str(directory)).chat_template is None

@@ -382,7 +382,8 @@ def test_no_code_of_a_checkpoint_runs(copy_of: Callable[[str], Path], tmp_path: 
     )
     load_checkpoint(str(directory))
     (directory / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="is a pickle"):
+    (directory / "a_state.pt").write_bytes(b"")  # the weights are named, not the state of an optimizer
+    with pytest.raises(CheckpointError, match=r"model\.ckpt is a pickle"):
         load_checkpoint(str(directory))
     for pickled in directory.glob("*.bin"):
         pickled.rename(directory / "model.safetensors")

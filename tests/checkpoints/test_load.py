@@ -409,6 +409,13 @@ class TestConfigs:
         with pytest.raises(ValueError, match=named):
             load_checkpoint(str(directory))
 
+    @pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
+    def test_the_settings_of_older_quantizers_are_recognized(self, copy_of: Callable[[str], Path], name: str) -> None:
+        directory = copy_of("tied")
+        (directory / name).write_text(json.dumps({"bits": 4, "group_size": 128}))
+        with pytest.raises(CheckpointError, match=rf"{name}: weights quantized with .*'bits': 4.* are not implemented"):
+            load_checkpoint(str(directory))
+
     @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"])
     def test_a_key_that_is_missing_is_named(self, copy_of: Callable[[str], Path], key: str) -> None:
         directory = copy_of("tied")

@@ -7,6 +7,7 @@ from model.errors import short_repr
 
 # Keys of config.json that describe quantized weights. MLX writes the second one.
 KEYS = ("quantization_config", "quantization", "compression_config")
+QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")  # that AutoGPTQ and AutoAWQ wrote beside it instead
 
 
 def require_unquantized(config: Mapping[str, Any]) -> None:
@@ -14,11 +15,15 @@ def require_unquantized(config: Mapping[str, Any]) -> None:
     for key in KEYS:
         settings = config.get(key)
         if settings is not None:
-            raise ValueError(
-                f"config.json: {key}: weights quantized with {_scheme(settings)} are not implemented; use a "
-                "checkpoint of the same model with weights in float32, bfloat16 or float16, and choose our own "
-                "quantization when the model is loaded"
-            )
+            raise ValueError(not_implemented(f"config.json: {key}", settings))
+
+
+def not_implemented(place: str, settings: Any) -> str:
+    """The message about weights that are quantized, and `place`, where the settings stand."""
+    return (
+        f"{place}: weights quantized with {_scheme(settings)} are not implemented; use a checkpoint of the same model "
+        "with weights in float32, bfloat16 or float16, and choose our own quantization when the model is loaded"
+    )
 
 
 def _scheme(settings: Any) -> str:
