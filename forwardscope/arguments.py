@@ -73,13 +73,23 @@ def to_targets(targets: Any, name: str = "targets") -> list[int | None] | None:
     return [None if item is None else to_integer(item, name, f"give {takes}") for item in items]
 
 
+def to_text(text: Any, name: str) -> str:
+    if not isinstance(text, str):
+        raise InvalidArgument(name, f"{shown(text)} is not a text")
+    return text
+
+
+def to_name(text: Any, name: str = "name") -> str:
+    """A text that is not empty, as in a path."""
+    if not to_text(text, name):
+        raise InvalidArgument(name, "is empty")
+    return str(text)
+
+
 def to_texts(texts: Any, name: str) -> list[str]:
     """One text, or several."""
     items = [texts] if isinstance(texts, str) else to_list(texts, name, "a text, or a list of texts")
-    for item in items:
-        if not isinstance(item, str):
-            raise InvalidArgument(name, f"{shown(item)} is not a text")
-    return items
+    return [to_text(item, name) for item in items]
 
 
 def to_mappings(mappings: Any, name: str, item: str) -> list[dict[str, Any]]:

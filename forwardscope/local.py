@@ -26,8 +26,11 @@ from forwardscope.arguments import (
     to_indices,
     to_integer,
     to_mapping,
+    to_mappings,
+    to_name,
     to_prompt,
     to_targets,
+    to_text,
     to_texts,
 )
 from forwardscope.batches import Batches
@@ -307,7 +310,7 @@ class LocalModel(Batches):
             return cast(Trace[Tensor], self._send(call))
         network, ids = self.checkpoint.model, self._ids_in_context(prompt)
         config, weight = network.config, network.embed.weight
-        targets = to_targets(targets)
+        targets, edits = to_targets(targets), to_mappings([] if edits is None else edits, "edits", "edit")
         top_k = None if top_k is None else to_integer(top_k, "top_k", "give a whole number")
         if top_k is not None and not 0 <= top_k <= config.vocab_size:
             raise InvalidField("top_k", f"{shortened(top_k)} must be from 0 to {config.vocab_size}, the vocabulary")
@@ -400,16 +403,14 @@ class LocalModel(Batches):
             raise InvalidField("dtype", f"{shown(dtype)} is not {join_words(list(DTYPES), 'or')}")
         if detail not in details:
             raise InvalidField("detail", f"{shown(detail)} is not {join_words(details, 'or')}")
-        view = find_view(WeightViews(self.checkpoint.model, self._find_adapter(adapter)), name)
+        view = find_view(WeightViews(self.checkpoint.model, self._find_adapter(adapter)), to_name(name))
         part = read_part(view, {dim: to_index_text(each, dim) for dim, each in indices.items()})
         own_dtype = None if dtype is None else DTYPES[dtype]
         return read_weight(view, part, model=adapter or self.name, adapter=adapter, detail=detail, dtype=own_dtype)
 
     def to_tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text, with the special tokens of the checkpoint unless `add_special_tokens` is False."""
-        if not isinstance(text, str):
-            raise InvalidArgument("text", f"{shown(text)} is not a text")
-        return self._encode(text, "text", add_special_tokens=add_special_tokens)
+        return self._encode(to_text(text, "text"), "text", add_special_tokens=add_special_tokens)
 
     def to_text(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, without special tokens unless `skip_special_tokens` is False."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forwardscope.arguments import to_indices, to_list, to_mappings
+from forwardscope.arguments import to_indices, to_list
 from forwardscope.edits import to_positions
 from forwardscope.local_results import describe_edits
 from forwardscope.results.passes import AppliedEdit
@@ -32,8 +32,7 @@ def bind_edits(
 
     `ids_of` tokenizes the prompt of a field. Raises `InvalidField`, whose field is for example `edits.2.positions`.
     """
-    given = to_mappings(edits, "edits", "edit")
-    read = [read_edit(edit, f"edits.{index}", ids_of) for index, edit in enumerate(given)]
+    read = [read_edit(edit, f"edits.{index}", ids_of) for index, edit in enumerate(edits)]
     plan = plan_edits(read, checkpoint.model.config, checkpoint.stages, ids, len(ids))
     return plan.bind(compute_sources(network, plan)), describe_edits(plan)
 

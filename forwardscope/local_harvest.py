@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from forwardscope.arguments import shown, to_integer, to_list, to_prompt, to_texts
+from forwardscope.arguments import shown, to_integer, to_list, to_prompt, to_text, to_texts
 from forwardscope.errors import InvalidArgument
 from forwardscope.stage_keys import StageKey, stage_name
 from model.analysis.harvest.documents import Source
@@ -148,8 +148,7 @@ def harvest_job(
         own[name] = to_integer(own[name], name, "give a whole number")
     if not isinstance(own.get("packed", True), bool):
         raise InvalidArgument("packed", f"{shown(own['packed'])} is not True or False")
-    if not isinstance(own.get("field", ""), str):
-        raise InvalidArgument("field", f"{shown(own['field'])} is not a text")
+    to_text(own.get("field", ""), "field")
     names = to_texts(stages, "stages")
     return partial(harvest, model, to_sources(corpus), names, Path(out), HarvestOptions(**own))
 

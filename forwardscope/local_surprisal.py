@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from forwardscope import requests
-from forwardscope.arguments import shown, to_integer
-from forwardscope.errors import InvalidArgument
+from forwardscope.arguments import to_integer, to_text
 from forwardscope.local_harvest_of_server import Send, ServerTokenizer
 from model.analysis.surprisal import TextSurprisal, score_text
 from model.analysis.token_losses import context_windows
@@ -13,8 +12,7 @@ from model.errors import InvalidField
 
 def score_on_server(send: Send, text: str, stride: int | None, bos: bool) -> TextSurprisal:
     """Score a text with requests, which `send` sends."""
-    if not isinstance(text, str):
-        raise InvalidArgument("text", f"{shown(text)} is not a text")
+    to_text(text, "text")
     stride = None if stride is None else to_integer(stride, "stride", "give a number of tokens")
     limits = send(requests.model()).limits
     length = min(limits.max_positions, limits.cache_tokens)

@@ -16,12 +16,12 @@ from model.tracing.selection import StageTrace
 
 
 def check_indices(field: str, indices: Sequence[int] | None, size: int, items: str) -> list[int] | None:
-    """Indices into `size` items, which `items` names; negative ones count from the end. Raises `InvalidField`."""
+    """Indices into `size` items, which `items` names. Negative positions count from the end. Raises `InvalidField`."""
     if indices is None:
         return None
     places = to_indices(indices, field) or []
     for index in places:
-        if not -size <= index < size:
+        if not (-size if field == "positions" else 0) <= index < size:
             raise InvalidField(field, f"{shortened(index)} is out of range; there are {size} {items}")
     places = [index % size for index in places]
     if not places or len(set(places)) != len(places):

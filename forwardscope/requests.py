@@ -24,6 +24,7 @@ from forwardscope.arguments import (
     to_indices,
     to_mapping,
     to_messages,
+    to_name,
     to_prompt,
     to_targets,
     to_texts,
@@ -457,7 +458,7 @@ def weight(
     in Python, but one that goes beyond the dim is an error.
     """
     texts = {dim: to_index_text(each, dim) for dim, each in indices.items()}
-    path = f"/weights/{quote(name, safe='')}"
+    path = f"/weights/{quote(to_name(name), safe='')}"
     request = Request(
         with_query(path, dtype=dtype, detail=detail, model=model, adapter=adapter, **texts), accept=SAFETENSORS
     )
@@ -469,13 +470,13 @@ def put_vector(name: str, vector: Any) -> Call[StoredVector]:
 
     `vector` is one array, tensor or list of numbers, or a mapping from the names of stages to them.
     """
-    request = Request(f"/vectors/{quote(name, safe='')}", vector_file(vector), verb="PUT")
+    request = Request(f"/vectors/{quote(to_name(name), safe='')}", vector_file(vector), verb="PUT")
     return Call(request, parser(StoredVector))
 
 
 def delete_vector(name: str) -> Call[StoredVector]:
     """Delete a vector that a client has stored."""
-    return Call(Request(f"/vectors/{quote(name, safe='')}", verb="DELETE"), parser(StoredVector))
+    return Call(Request(f"/vectors/{quote(to_name(name), safe='')}", verb="DELETE"), parser(StoredVector))
 
 
 def health() -> Call[str]:

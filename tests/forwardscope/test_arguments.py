@@ -32,6 +32,10 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "targets: 5 is not a list of token ids": lambda model: model.run("a b", targets=5),
     "targets: 'x' is not an integer": lambda model: model.run("a b", targets=["x", None]),
     "edits: is one edit; put it into a list": lambda model: model.run("a", edits=ZERO),
+    "edits: is one edit; put": lambda model: model.run("a", edits={}),
+    "edits: 3 is not a list of edits": lambda model: model.run("a", edits=3),
+    "name: 5 is not a text": lambda model: model.weight(5),
+    "name: is empty": lambda model: model.weight(""),
     "edits.0: 3 is not a mapping": lambda model: model.run("a", edits=[3]),
     "edits.0.positions: 1.5 is not a word": lambda model: model.run("a", edits=[ZERO | {"positions": 1.5}]),
     "edits.1.heads: 2 is not a list": lambda model: model.run("a", edits=[ZERO, ZERO | {"heads": 2}]),
@@ -128,6 +132,8 @@ def test_a_model_takes_an_integer_of_numpy_and_vectors_in_a_list(model: LocalMod
     for call in (model.run, model.to_tokens):
         with pytest.raises(ValueError, match=r"^(prompt|text): contains a lone surrogate"):
             call("a\ud800")
+    with pytest.raises(ValueError, match=r"^heads: -1 is out of range; there are 8 heads"):
+        model.run("a", heads=[-1])
     with pytest.raises(InvalidArgument, match=r"^stride: 1\.5 is not an integer"):
         any_model.score_text("a b", stride=1.5)
     with pytest.raises(InvalidArgument, match=r"^hooks: \[.* is not a mapping from stages to functions"):
