@@ -5,7 +5,7 @@
 """
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ MAX_ADDED_TOKENS = 1 << 16
 def read_tokenizer(directory: Path) -> Tokenizer | None:
     """The tokenizer of a checkpoint, or None if it has no `tokenizer.json`.
 
-    As in transformers, a token is special if any file says so, or if the configuration names it, as "eos_token".
+    As in transformers, a token is special if any file says so, or if the configuration names it, as "eos_token". Its
+    other flags are those of `added_tokens_decoder`, if it is there.
 
     An id that another token has is named in a warning. Raises `CheckpointError` for an id that cannot be given.
     """
@@ -47,7 +48,15 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
     added = [token for token in all_listed if token["content"] not in known]
     listed = {token["content"] for token in added}
     special = {*named.values(), *(token["content"] for token in all_listed if token["special"])}
-    changed = {content for content in special if known.get(content) is False}
+    has_flags = "added_tokens_decoder" in read_tokenizer_config(directory)
+    stated = {token["content"]: {flag: token[flag] for flag in FLAGS} for token in all_listed if has_flags}
+    changed = {}
+    for content, token in known.items():
+        flags = {flag: getattr(token, flag) for flag in FLAGS}
+        wanted = flags | stated.get(content, {})
+        wanted["special"] = token.special or content in special
+        if wanted != flags:
+            changed[content] = wanted
     for content in dict.fromkeys([*named.values(), *_additional_tokens(directory)]):
         token_id = tokenizer.id_of(content)
         if token_id is not None and content not in known and content not in listed:
@@ -95,9 +104,9 @@ def _additional_tokens(directory: Path) -> list[str]:
 
 
 def _with_tokens(
-    tokenizer: Tokenizer, added: list[dict[str, Any]], changed: Collection[str], directory: Path
+    tokenizer: Tokenizer, added: list[dict[str, Any]], changed: Mapping[str, dict[str, bool]], directory: Path
 ) -> Tokenizer:
-    """The same tokenizer with more added tokens, which keep their ids. The `changed` ones are special from now on."""
+    """The same tokenizer with more added tokens, which keep their ids, and with `changed` flags by text."""
     state = tokenizer.state()
     text_of = _texts_by_id(state)
     for token in list(added):
@@ -109,7 +118,7 @@ def _with_tokens(
             logger.warning("%s: the id %d of the added token %s is that of another one", directory, token["id"], name)
             added.remove(token)
     for token in state["added_tokens"]:
-        token["special"] |= token["content"] in changed
+        token.update(changed.get(token["content"], {}))
     state["added_tokens"] = sorted([*state["added_tokens"], *added], key=lambda token: int(token["id"]))
     vocabulary = state["model"].get("vocab")
     if isinstance(vocabulary, dict):  # so that the library does not number the tokens anew

@@ -91,7 +91,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._special_tokens = dict(special_tokens or {})
         named = set(self._special_tokens.values())
-        special = {text for text, is_special in tokenizer.added_tokens.items() if is_special or text in named}
+        special = {text for text, token in tokenizer.added_tokens.items() if token.special or text in named}
         self._special = special
         self._names = SpecialTokenNames(special)
         self._only_literal_matches = only_literal_matches(tokenizer, special)

@@ -60,8 +60,10 @@ class Tokenizer:
         self.longest_token_bytes: int = max((len(token.encode()) for token in vocabulary), default=0)
         added_tokens = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added_tokens.items() if token.special)
-        self.added_tokens: Mapping[str, bool] = {token.content: token.special for token in added_tokens.values()}
-        """The texts of the tokens that are found in a text before it is split, and whether each is special."""
+        self.added_tokens: Mapping[str, tokenizers.AddedToken] = {
+            token.content: token for token in added_tokens.values()
+        }
+        """The tokens that are found in a text before it is split, by their texts."""
         state = self.state()
         self.max_bytes_per_token = max_bytes_per_token(backend, state)
         decoder = state["decoder"]

@@ -21,6 +21,7 @@ TEXTS = (
     "a  <pad>  b",
     "<tool>ab",
     "</s>a<|im_start|>ab",
+    "ab <s>  cd </s> ab",
     "ab<pad>cd<|im_end|>",
 )
 
@@ -56,6 +57,14 @@ LEGACY = {"<|im_start|>": NEXT, "<|im_end|>": NEXT + 1, "<think>": NEXT + 2, "<p
 CASES: dict[str, tuple[dict[str, Any], dict[str, int] | None]] = {
     "added_tokens_decoder": ({"added_tokens_decoder": DECODER, "eos_token": "<|im_end|>", "bos_token": "<s>"}, None),
     "both files": ({"added_tokens_decoder": DECODER, "eos_token": "<|im_end|>"}, {"<other>": NEXT}),
+    "other flags than in tokenizer.json": (
+        {
+            "added_tokens_decoder": DECODER
+            | {"1": {"content": "<s>", **FLAGS, "lstrip": True, "rstrip": True}}
+            | {"2": {"content": "</s>", **FLAGS, "rstrip": True}}
+        },
+        None,
+    ),
     "added_tokens.json": ({"eos_token": "<|im_end|>", "pad_token": "<pad>"}, LEGACY),
     "flags that are missing": (
         {
@@ -76,7 +85,7 @@ def test_ids_and_decoded_texts_equal_those_of_transformers(case: str, tmp_path: 
     write(tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast", **config}, legacy)
     reference, tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path), read(tmp_path)
     flags = {str(token): token.special for token in reference.added_tokens_decoder.values()}
-    assert dict(tokenizer.added_tokens) == flags
+    assert {text: token.special for text, token in tokenizer.added_tokens.items()} == flags
     assert len(flags) > 3
     for text in TEXTS:
         ids = tokenizer.encode(text, add_special_tokens=False)

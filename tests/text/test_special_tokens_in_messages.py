@@ -75,7 +75,7 @@ KINDS = ["byte-level", "sentencepiece", "unigram", pytest.param("published", mar
 
 
 def special_ids(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    special = {tokenizer.id_of(text) for text, is_special in tokenizer.added_tokens.items() if is_special}
+    special = {tokenizer.id_of(text) for text, token in tokenizer.added_tokens.items() if token.special}
     return [token_id for token_id in ids if token_id in special - {tokenizer.id_of("<unk>")}]
 
 
@@ -85,7 +85,7 @@ def special_ids(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 @settings(max_examples=50, deadline=None)
 def test_no_text_of_a_client_becomes_a_special_token(kind: str, source: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]()
-    special = [text for text, is_special in tokenizer.added_tokens.items() if is_special]
+    special = [text for text, token in tokenizer.added_tokens.items() if token.special]
     parts = st.sampled_from([*special[:40], *(text[:3] for text in special), *(text[2:] for text in special)])
     other = st.sampled_from(
         ["<", "|", ">", "_", "x", "\0", " ", "\n", "im_", "start|>", "\uff1cs\uff1e", "<|IM_END|>", "é", "[", "]"]
