@@ -288,11 +288,12 @@ class CustomToolCall(Nullable):
 
 
 def kind_of_call(value: Any) -> str:
-    return "custom" if isinstance(value, dict) and value.get("type") == "custom" else "function"
+    return "custom call" if isinstance(value, dict) and value.get("type") == "custom" else "function call"
 
 
 AnyToolCall = Annotated[
-    Annotated[ToolCall, Tag("function")] | Annotated[CustomToolCall, Tag("custom")], Discriminator(kind_of_call)
+    Annotated[ToolCall, Tag("function call")] | Annotated[CustomToolCall, Tag("custom call")],
+    Discriminator(kind_of_call),
 ]
 
 
