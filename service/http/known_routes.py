@@ -12,7 +12,7 @@ METHODS = ("get", "post", "put", "delete")
 TEXT_ONLY = "the model reads and writes only text; use another server for this"
 STORES_NOTHING = "this server stores no such objects; send everything in the request that needs it"
 ONE_BY_ONE = "send the requests one by one; the server computes those that arrive together in one batch"
-# Routes of OpenAI's and Anthropic's APIs that are not here, and all paths below them, with what to do instead.
+# Routes of other APIs that are not here, and all paths below them, with what to do instead.
 ABSENT = {
     "/v1/responses/compact": "the server does not shorten conversations; send a shorter input to POST /v1/responses",
     "/v1/responses/*/cancel": "no response runs in the background; to cancel a request, close its connection",
@@ -30,6 +30,15 @@ ABSENT = {
     "/v1/containers": STORES_NOTHING,
     "/v1/assistants": "send POST /v1/responses or POST /v1/chat/completions, with tools",
     "/v1/threads": "send POST /v1/responses or POST /v1/chat/completions, with all messages",
+    "/v1/rerank": "POST /v1/embeddings returns vectors that you can compare",
+    "/rerank": "POST /v1/embeddings returns vectors that you can compare",
+    "/api/tags": "Ollama's API is not implemented; GET /v1/models lists the models",
+    "/api/show": "Ollama's API is not implemented; GET /model describes the model",
+    "/api/version": "Ollama's API is not implemented; use the routes below /v1",
+    "/api/ps": "Ollama's API is not implemented; GET /v1/models lists the models",
+    "/props": "GET /model describes the model",
+    "/version": "GET /status has the version",
+    "/ping": "GET /health says whether the server runs",
     "/v1/fine_tuning": "the command `forwardscope train` trains small models, and --adapter serves LoRA adapters",
 }
 

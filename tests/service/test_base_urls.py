@@ -153,6 +153,9 @@ def test_the_answer_to_another_method_names_all_methods_of_the_path(
         ("GET", "/v1/batches/batch_1", "one by one"),
         ("POST", "/v1/messages/batches", "one by one"),
         ("POST", "/v1/fine_tuning/jobs", "forwardscope train"),
+        ("POST", "/v1/rerank", "POST /v1/embeddings"),
+        ("GET", "/api/tags", "GET /v1/models"),
+        ("GET", "/props", "GET /model"),
     ],
 )
 def test_a_route_of_another_api_that_is_not_here_is_a_404_with_advice(

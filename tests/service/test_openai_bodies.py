@@ -73,6 +73,9 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LONG = "the cat sat on the mat " * 40
 
 
+CUSTOM = {"type": "custom", "custom": {"name": "f", "input": ""}}
+
+
 def with_call(call: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [{"role": "assistant", "tool_calls": [call]}]}
 
@@ -83,7 +86,11 @@ def with_call(call: dict[str, Any]) -> dict[str, Any]:
         (CHAT, with_call({"id": 1, "function": {"name": "f"}}), "messages.0.tool_calls.0.id"),
         (CHAT, with_call({"type": "", "function": {"name": "f"}}), "messages.0.tool_calls.0.type"),
         (CHAT, with_call({"function": {"arguments": ""}}), "messages.0.tool_calls.0.function.name"),
-        (CHAT, with_call({"type": "custom", "id": 1, "custom": {"name": "f", "input": ""}}), "messages.0.tool_calls.0.id"),
+        (
+            CHAT,
+            with_call({"type": "custom", "id": 1, "custom": {"name": "f", "input": ""}}),
+            "messages.0.tool_calls.0.id",
+        ),
         (CHAT, with_call({"type": "custom"}), "messages.0.tool_calls.0.custom"),
         (CHAT, with_call({"type": "custom", "custom": {"name": "f"}}), "messages.0.tool_calls.0.custom.input"),
         (
