@@ -44,7 +44,7 @@ ABSENT = {
 
 
 def absent_route(path: str) -> str | None:
-    """What to do instead of using a route of another API that is not here. None: the path is no such route."""
+    """Advice for a route of another API that is not here; None if the path is no such route."""
     return next((advice for absent, advice in ABSENT.items() if fnmatchcase(f"{path}/", f"{absent}/*")), None)
 
 
