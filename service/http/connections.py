@@ -6,6 +6,7 @@ open connections, about once per second, enforces the deadlines, so that request
 
 import asyncio
 import logging
+import sys
 import time
 from dataclasses import dataclass, replace
 from http import HTTPStatus
@@ -258,7 +259,8 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse_and_linger(ApiError(400, "the request is not valid HTTP/1.1", code="invalid_http"))
+        reason = sys.exception()  # uvicorn calls this while it handles the error of the parser
+        self._refuse_and_linger(ApiError(400, f"the request is not valid HTTP/1.1: {reason}", code="invalid_http"))
 
     # Called by `Connections`
 

@@ -34,6 +34,4 @@ class Cors(CORSMiddleware):
             "this origin, method or header is not allowed for cross-origin requests; to allow the origin, start the "
             "server with --cors-origin"
         )
-        refusal = ErrorResponse(ApiError(400, message, code="cors"))
-        refusal.headers["Vary"] = "Origin"
-        return refusal
+        return ErrorResponse(ApiError(400, message, code="cors", headers={"Vary": "Origin"}))

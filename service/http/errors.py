@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from model.errors import ContextOverflow, InvalidField
 from model.network.ranks import LostRank
 from model.text.tokenizer import UnreadableText
-from service.http.known_routes import nearest_route
+from service.http.known_routes import absent_route, allowed_methods, nearest_route
 from service.request_notes import notes_of
 
 logger = logging.getLogger(__name__)
@@ -217,11 +217,16 @@ def install_error_handlers(app: FastAPI) -> None:
         code = HTTPStatus(error.status_code).name.lower()
         headers = dict(error.headers or {})
         reason = error.detail
+        path = request.url.path[:MAX_PATH]
+        if error.status_code in (404, 405) and (advice := absent_route(path)) is not None:
+            message = f"{request.method} {path}: this server does not have this route; {advice}"
+            return ErrorResponse(ApiError(404, message, code="not_found"))
         if error.status_code == 404:
-            path = request.url.path[:MAX_PATH]
             nearest = nearest_route(request.method, path, request.app.openapi()["paths"])
             reason = f"there is no such route; the nearest one is {nearest}, and /docs shows all routes"
         elif error.status_code == 405:
+            allowed = allowed_methods(path, request.app.openapi()["paths"])
+            headers |= {"Allow": ", ".join(allowed)} if allowed else {}  # Starlette names only those of one route
             reason = f"this route takes {headers.get('Allow', 'other methods')}; /docs shows all routes"
         message = f"{request.method} {request.url.path}: {reason}"
         return ErrorResponse(ApiError(error.status_code, message, code=code, headers=headers))

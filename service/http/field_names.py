@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -18,7 +18,7 @@ from service.http.errors import ApiError, join_some, wrong_shape
 
 # Groups of names with the same or a similar meaning. The first name of a group that the request knows is suggested.
 SYNONYMS = (
-    ("prompt", "messages", "text", "tokens", "input", "inputs", "query"),
+    ("prompt", "messages", "text", "tokens", "input", "inputs", "query", "content"),
     ("prompt", "tokens", "ids", "input_ids", "token_ids", "prompt_token_ids", "prompt_ids"),
     ("messages", "conversation", "chat", "history"),
     (
@@ -79,10 +79,16 @@ class Shape:
         """Whether unknown fields of an object may be left out."""
         return all(model.model_config.get("extra") == "ignore" for model in self.models)
 
-    def fields(self) -> dict[str, "Shape | None"]:
-        """The fields that an object of any of the models may have, with their shapes."""
+    def fields(self, value: Mapping[str, Any] | None = None) -> dict[str, "Shape | None"]:
+        """The fields that an object of any of the models may have, with their shapes.
+
+        If the `type` of `value` is that of some of the models, the object is of one of these.
+        """
+        models = self.models
+        if value is not None and len(models) > 1:
+            models = tuple(model for model in models if value.get("type") in types_of(model)) or models
         fields: dict[str, Shape | None] = {}
-        for name, shape in (item for model in self.models for item in fields_of(model).items()):
+        for name, shape in (item for model in models for item in fields_of(model).items()):
             fields[name] = either(fields[name], shape) if name in fields else shape
         return fields
 
@@ -91,6 +97,15 @@ class Shape:
 def fields_of(model: type[BaseModel]) -> Mapping[str, Shape | None]:
     """The fields of a model under their names in JSON, each with the shape of its value."""
     return {field.alias or name: shape_of(field.annotation) for name, field in model.model_fields.items()}
+
+
+@lru_cache(maxsize=256)
+def types_of(model: type[BaseModel]) -> tuple[Any, ...]:
+    """The values that the field `type` of a model may have; None stands for no such field."""
+    field = model.model_fields.get("type")
+    if field is None or get_origin(field.annotation) is not Literal:
+        return ()
+    return get_args(field.annotation) if field.is_required() else (*get_args(field.annotation), None)
 
 
 def shape_of(annotation: Any) -> Shape | None:
@@ -157,7 +172,7 @@ def _check(value: Any, shape: Shape, path: tuple[int | str, ...], ignored: list[
     if isinstance(value, list) and shape.items is not None:
         inner = [(index, item, shape.items) for index, item in enumerate(value)]
     elif isinstance(value, dict):
-        fields = shape.fields()
+        fields = shape.fields(value)
         unknown = [name for name in value if name not in fields]
         if unknown and shape.is_closed:
             _leave_out(value, unknown, shape, path, ignored)
@@ -223,7 +238,8 @@ def _nested_name(name: str, fields: Mapping[str, Shape | None]) -> str | None:
 def known_part(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[int | str, ...]:
     """The part of the location of a pydantic error that clients know: names of fields, and indices.
 
-    The other strings are dropped: they are branches of a union, or keys that the client chose.
+    The other strings are dropped: they are branches of a union, or keys that the client chose. So the tag of a branch
+    must not be the name of a field.
     """
     shape: Shape | None = Shape((model,))
     kept: list[int | str] = []

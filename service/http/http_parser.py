@@ -10,7 +10,7 @@ from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 FREE_CHUNKS = 1024
 MIN_CHUNK = 64
 MAX_HEAD_BYTES = 1 << 14  # of the request line and the headers; h11 only limits those that arrive in several parts
-
+LARGE_HEAD = f"the path and the headers have more than {MAX_HEAD_BYTES} bytes; send fewer or shorter headers"
 
 # `POST http://host/path HTTP/1.1`, as clients send it that take the server for a proxy (RFC 9112, section 3.2.2).
 ABSOLUTE_TARGET = re.compile(rb"https?://(?:[^/?#@]*@)?(?P<host>[^/?#@]*)(?P<target>[/?].*)?", re.IGNORECASE)
@@ -66,20 +66,23 @@ class HttpParser(h11.Connection):
     def next_event(self) -> Any:
         if self.their_state is h11.IDLE and self.trailing_data[0].startswith(b"\r\n"):
             self._receive_buffer.maybe_extract_at_most(2)  # some clients end their bodies so (RFC 9112, section 2.2)
-        event = super().next_event()
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            raise (h11.RemoteProtocolError(LARGE_HEAD) if error.error_status_hint == 431 else error) from None
         if isinstance(event, h11.Data):
             self._num_chunks += event.chunk_start
             self._num_bytes += len(event.data)
             if self.is_chunked and self._num_bytes < MIN_CHUNK * (self._num_chunks - FREE_CHUNKS):
-                raise h11.RemoteProtocolError("the body has too many small chunks")
+                raise h11.RemoteProtocolError("the body has too many small chunks; send larger ones")
         elif isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0
             if len(event.target) + sum(len(name) + len(value) + 4 for name, value in event.headers) > MAX_HEAD_BYTES:
-                raise h11.RemoteProtocolError(f"the path and the headers have more than {MAX_HEAD_BYTES} bytes")
+                raise h11.RemoteProtocolError(LARGE_HEAD)
             names = [name for name, _ in event.headers]
             self.is_chunked = b"transfer-encoding" in names
             if self.is_chunked and (b"content-length" in names or event.http_version == b"1.0"):
-                raise h11.RemoteProtocolError("Transfer-Encoding together with Content-Length, or in HTTP/1.0")
+                raise h11.RemoteProtocolError("Transfer-Encoding cannot be combined with Content-Length or HTTP/1.0")
             if match := ABSOLUTE_TARGET.fullmatch(event.target):
                 event = in_origin_form(event, host=match["host"], target=match["target"])
         return event

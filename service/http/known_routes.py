@@ -1,11 +1,56 @@
-"""Suggest the route that was probably meant by the path of a request that no route answers."""
+"""Say what to do about a path that no route answers: a route of another API, or a spelling of a known one."""
 
+import re
 from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
+from fnmatch import fnmatchcase
 from typing import Any
 
 METHOD_WEIGHT = 0.3
+PARAMETER = re.compile(r"\{[^/]+\}")
 METHODS = ("get", "post", "put", "delete")
+TEXT_ONLY = "the model reads and writes only text; use another server for this"
+STORES_NOTHING = "this server stores no such objects; send everything in the request that needs it"
+ONE_BY_ONE = "send the requests one by one; the server computes those that arrive together in one batch"
+# Routes of other APIs that are not here, and all paths below them, with what to do instead.
+ABSENT = {
+    "/v1/responses/compact": "the server does not shorten conversations; send a shorter input to POST /v1/responses",
+    "/v1/responses/*/cancel": "no response runs in the background; to cancel a request, close its connection",
+    "/v1/conversations": "continue a response with previous_response_id, or send all items in input",
+    "/v1/messages/batches": ONE_BY_ONE,
+    "/v1/batches": ONE_BY_ONE,
+    "/v1/audio": TEXT_ONLY,
+    "/v1/images": TEXT_ONLY,
+    "/v1/videos": TEXT_ONLY,
+    "/v1/realtime": "send POST /v1/responses or POST /v1/chat/completions with stream",
+    "/v1/moderations": "this server judges no texts; ask a model with POST /v1/chat/completions",
+    "/v1/files": STORES_NOTHING,
+    "/v1/uploads": STORES_NOTHING,
+    "/v1/vector_stores": STORES_NOTHING,
+    "/v1/containers": STORES_NOTHING,
+    "/v1/assistants": "send POST /v1/responses or POST /v1/chat/completions, with tools",
+    "/v1/threads": "send POST /v1/responses or POST /v1/chat/completions, with all messages",
+    "/v1/rerank": "POST /v1/embeddings returns vectors that you can compare",
+    "/rerank": "POST /v1/embeddings returns vectors that you can compare",
+    "/api/tags": "Ollama's API is not implemented; GET /v1/models lists the models",
+    "/api/show": "Ollama's API is not implemented; GET /model describes the model",
+    "/api/version": "Ollama's API is not implemented; use the routes below /v1",
+    "/api/ps": "Ollama's API is not implemented; GET /v1/models lists the models",
+    "/props": "GET /model describes the model",
+    "/version": "GET /status has the version",
+    "/ping": "GET /health says whether the server runs",
+    "/v1/fine_tuning": "the command `forwardscope train` trains small models, and --adapter serves LoRA adapters",
+}
+
+
+def absent_route(path: str) -> str | None:
+    """Advice for a route of another API that is not here; None if the path is no such route."""
+    return next((advice for absent, advice in ABSENT.items() if fnmatchcase(f"{path}/", f"{absent}/*")), None)
+
+
+def allowed_methods(path: str, paths: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The methods of all routes with this path. `paths` are those of the OpenAPI description."""
+    return [method for method, known in routes_of(paths) if re.fullmatch(PARAMETER.sub("[^/]+", known), path)]
 
 
 def nearest_route(method: str, path: str, paths: Mapping[str, Mapping[str, Any]]) -> str:

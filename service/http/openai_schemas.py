@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetJsonSchemaHandler, Tag, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -268,6 +268,35 @@ class ToolCall(Nullable):
     index: Ignored
 
 
+class CustomCall(Nullable):
+    name: ShortText
+    input: Text
+
+
+class CustomToolCall(Nullable):
+    """A call of a tool that takes text. The model reads it as a call with the argument `input`."""
+
+    id: ShortText | None = None
+    type: Literal["custom"]
+    custom: CustomCall
+    index: Ignored
+
+    @property
+    def function(self) -> FunctionCall:
+        """The call as one of a function."""
+        return FunctionCall(name=self.custom.name, arguments={"input": self.custom.input})
+
+
+def kind_of_call(value: Any) -> str:
+    return "custom call" if isinstance(value, dict) and value.get("type") == "custom" else "function call"
+
+
+AnyToolCall = Annotated[
+    Annotated[ToolCall, Tag("function call")] | Annotated[CustomToolCall, Tag("custom call")],
+    Discriminator(kind_of_call),
+]
+
+
 class ContentPart(Nullable):
     """A part of a message. The model reads parts with text only."""
 
@@ -284,7 +313,7 @@ class Message(Nullable):
         None, description="a text, or a list of text parts"
     )
     name: ShortText | None = None
-    tool_calls: Annotated[list[ToolCall], at_most(MAX_MESSAGES)] | None = None
+    tool_calls: Annotated[list[AnyToolCall], at_most(MAX_MESSAGES)] | None = None
     tool_call_id: ShortText | None = None
     reasoning_content: Text | None = Field(None, description="passed to the chat template")
     reasoning: Text | None = Field(None, description="another name of reasoning_content")
@@ -294,8 +323,8 @@ class Message(Nullable):
     function_call: FunctionCall | None = Field(None, description="the older form of tool_calls with one call")
 
     @property
-    def calls(self) -> list[ToolCall]:
-        """The calls of functions, in either form."""
+    def calls(self) -> list[ToolCall | CustomToolCall]:
+        """The calls of the message, in any form."""
         older = [] if self.function_call is None else [ToolCall(function=self.function_call, index=None)]
         return [*older, *(self.tool_calls or ())]
 

@@ -104,8 +104,8 @@ KINDS = {
     "message": "message",
     "function_call": "call",
     "custom_tool_call": "custom call",
-    "function_call_output": "output",
-    "custom_tool_call_output": "output",
+    "function_call_output": "call output",
+    "custom_tool_call_output": "call output",
     "reasoning": "reasoning",
     "item_reference": "reference",
 }
@@ -125,7 +125,7 @@ InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("call")]
     | Annotated[CustomCallItem, Tag("custom call")]
-    | Annotated[CallOutputItem, Tag("output")]
+    | Annotated[CallOutputItem, Tag("call output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ItemReference, Tag("reference")]
     | Annotated[OtherItem, Tag("other")],

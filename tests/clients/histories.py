@@ -267,6 +267,29 @@ CUT_CALL = History(
     ("Write the report", "a.txt", "arguments are not JSON"),
     ("timeout",),
 )
+# A tool that takes any text, which the model of another server called. Nobody here runs such tools.
+CUSTOM_CALL = History(
+    {
+        "model": None,
+        "max_tokens": 8,
+        "messages": [
+            {"role": "user", "content": "Run the program"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"id": "call_f1", "type": "custom", "custom": {"name": "code", "input": "print(6 * 7)"}},
+                    call("call_f2", "look", "{}"),
+                ],
+            },
+            {"role": "tool", "tool_call_id": "call_f1", "content": "forty-two"},
+            {"role": "tool", "tool_call_id": "call_f2", "content": [{"type": "text", "text": "nothing"}]},
+        ],
+        "tools": [{"type": "custom", "custom": {"name": "code"}}, function("look", "Looks")],
+    },
+    ("Run the program", "code", "print(6 * 7)", "forty-two", "nothing"),
+    ("tools.0.custom", "tools.0"),
+)
 HISTORIES = {
     "opencode": OPENCODE,
     "Cline": CLINE,
@@ -275,4 +298,5 @@ HISTORIES = {
     "Open WebUI": OPEN_WEBUI,
     "n8n": N8N,
     "a cut call": CUT_CALL,
+    "a custom call": CUSTOM_CALL,
 }

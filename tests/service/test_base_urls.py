@@ -125,6 +125,48 @@ def test_another_method_is_answered_with_the_right_one(tiny: Running) -> None:
     assert "takes POST; /docs shows all routes" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/vectors/x", "PUT, DELETE"),
+        ("PUT", "/v1/responses/resp_1", "GET, DELETE"),
+        ("POST", "/v1/models/a/b", "GET"),
+        ("POST", "/docs", "GET, HEAD"),
+    ],
+)
+def test_the_answer_to_another_method_names_all_methods_of_the_path(
+    tiny: Running, method: str, path: str, allowed: str
+) -> None:
+    response = tiny.client.request(method, path)
+    assert response.status_code == 405
+    assert sorted(response.headers["allow"].split(", ")) == sorted(allowed.split(", "))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "advice"),
+    [
+        ("POST", "/v1/responses/compact", "send a shorter input to POST /v1/responses"),
+        ("POST", "/v1/responses/compact/", "send a shorter input to POST /v1/responses"),
+        ("POST", "/v1/responses/resp_1/cancel", "close its connection"),
+        ("POST", "/v1/audio/transcriptions", "only text"),
+        ("GET", "/v1/files", "stores no such objects"),
+        ("GET", "/v1/batches/batch_1", "one by one"),
+        ("POST", "/v1/messages/batches", "one by one"),
+        ("POST", "/v1/fine_tuning/jobs", "forwardscope train"),
+        ("POST", "/v1/rerank", "POST /v1/embeddings"),
+        ("GET", "/api/tags", "GET /v1/models"),
+        ("GET", "/props", "GET /model"),
+    ],
+)
+def test_a_route_of_another_api_that_is_not_here_is_a_404_with_advice(
+    tiny: Running, method: str, path: str, advice: str
+) -> None:
+    response = tiny.client.request(method, path, json=BODY if method == "POST" else None)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (404, "not_found")
+    assert advice in error["message"]
+
+
 def test_a_long_path_is_compared_in_part(tiny: Running) -> None:
     assert tiny.get("/" + "v1/" * 2000).status_code == 404
     assert nearest_route("GET", "/" + "v" * 100, tiny.app.openapi()["paths"])

@@ -335,6 +335,21 @@ class TestInvalidHttp:
             error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
             assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http"), head[:90]
 
+    @pytest.mark.parametrize(
+        ("head", "reason"),
+        [
+            (b"GET /health HTTP/1.1\r\n\r\n", "Host"),
+            (b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 16_384 + b"\r\n\r\n", "more than 16384 bytes"),
+            (b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 70_000, "more than 16384 bytes"),
+            (b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n", "cannot be combined with"),
+        ],
+    )
+    def test_the_answer_says_why_the_http_is_invalid(self, tiny: Running, head: bytes, reason: str) -> None:
+        with connect(tiny) as connection:
+            connection.sendall(head)
+            answer = read_all(connection)
+        assert reason in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
     def test_a_second_request_hidden_in_a_body_is_never_answered(self, tiny: Running) -> None:
         hidden = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
         with connect(tiny) as connection:

@@ -64,6 +64,7 @@ def test_another_preflight_is_refused_in_the_common_form(service: Running, origi
     error = validate(ErrorAnswer, response.json()).error
     assert error.code == "cors"
     assert "--cors-origin" in error.message
+    assert response.headers["vary"] == "Origin"
     assert response.headers.get("access-control-allow-origin") in (None, ORIGIN if origin == ORIGIN else None)
 
 

@@ -32,6 +32,7 @@ def error_of(body: Any, model: type[BaseModel]) -> ApiError:
         *((GenerateRequest, name, "prompt") for name in ("input", "inputs", "text", "promt", "messages")),
         *((LogitsRequest, name, "prompt") for name in ("input_ids", "text", "tokens")),
         *((TokenizeRequest, name, "text") for name in ("txt", "texts")),
+        (TokenizeRequest, "content", "prompt"),
         *((DetokenizeRequest, name, "tokens") for name in ("ids", "token_ids", "input_ids")),
         *((ForwardRequest, name, "stages") for name in ("layers", "hooks", "names_filter", "stage")),
         (ForwardRequest, "labels", "targets"),

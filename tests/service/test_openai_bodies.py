@@ -73,6 +73,40 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LONG = "the cat sat on the mat " * 40
 
 
+CUSTOM = {"type": "custom", "custom": {"name": "f", "input": ""}}
+
+
+def with_call(call: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, with_call({"id": 1, "function": {"name": "f"}}), "messages.0.tool_calls.0.id"),
+        (CHAT, with_call({"type": "", "function": {"name": "f"}}), "messages.0.tool_calls.0.type"),
+        (CHAT, with_call({"function": {"arguments": ""}}), "messages.0.tool_calls.0.function.name"),
+        (
+            CHAT,
+            with_call({"type": "custom", "id": 1, "custom": {"name": "f", "input": ""}}),
+            "messages.0.tool_calls.0.id",
+        ),
+        (CHAT, with_call({"type": "custom"}), "messages.0.tool_calls.0.custom"),
+        (CHAT, with_call({"type": "custom", "custom": {"name": "f"}}), "messages.0.tool_calls.0.custom.input"),
+        (
+            "/v1/responses",
+            {"input": [{"type": "function_call_output", "call_id": 1, "output": ""}]},
+            "input.0.call_id",
+        ),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "function", "name": 1}]}, "tools.0.name"),
+    ],
+)
+def test_an_error_in_one_of_several_kinds_of_objects_names_its_field(
+    tiny: Running, path: str, body: dict[str, Any], param: str
+) -> None:
+    assert tiny.post(path, body).json()["error"]["param"] == param
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("path", "body", "numbers"),

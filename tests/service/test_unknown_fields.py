@@ -148,6 +148,22 @@ def test_a_completion_leaves_them_out_as_well_and_answers_the_same(tiny: Running
     assert found.json()["choices"] == plain.json()["choices"]
 
 
+def test_a_field_of_another_kind_of_object_is_named(roomy: Running) -> None:
+    """The objects of a list have several kinds, each with its own fields."""
+    items = [
+        {"type": "message", "role": "user", "content": "a", "output": "lost"},
+        {"type": "custom_tool_call", "call_id": "1", "name": "f", "input": "b", "arguments": "lost"},
+        {"role": "user", "content": "c", "call_id": "lost"},
+        {"type": "web_search_call", "id": "1", "status": "completed", "action": {}},
+    ]
+    response = roomy.post("/v1/responses", {"input": items, "max_output_tokens": 1})
+    named = ["input.0.output", "input.1.arguments", "input.2.call_id", "input.3.action", "input.3"]
+    assert ignored(response) == named
+    call = {"type": "custom", "custom": {"name": "f", "input": ""}, "function": {"name": "lost"}}
+    response = roomy.post(CHAT, after(USER, {"role": "assistant", "tool_calls": [call]}, USER))
+    assert ignored(response) == ["messages.1.tool_calls.0.function"]
+
+
 def test_they_are_in_the_log_and_counted(tiny: Running, caplog: pytest.LogCaptureFixture) -> None:
     counter = f'ignored_fields_total{{route="{CHAT}"}}'
     before = tiny.metric(counter)
