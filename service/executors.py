@@ -213,7 +213,8 @@ class Executors:
         for is_abandoned in self._abandonments:
             is_abandoned.set()
         for kind, executor in self._executors.items():
-            executor.shutdown(wait=kind != "comparisons", cancel_futures=True)  # one may read a large file
+            # A comparison may read a large file, and the tokenization of a text cannot be stopped.
+            executor.shutdown(wait=kind not in ("comparisons", "longest-text"), cancel_futures=True)
 
 
 def _begin_thread(niceness: int | None) -> None:
