@@ -25,7 +25,16 @@ from service.settings import Settings
 
 Result = TypeVar("Result")
 Kind = Literal[
-    "text", "long-text", "answers", "bodies", "grammars", "slow-grammars", "gradients", "comparisons", "weights"
+    "text",
+    "long-text",
+    "longest-text",
+    "answers",
+    "bodies",
+    "grammars",
+    "slow-grammars",
+    "gradients",
+    "comparisons",
+    "weights",
 ]
 WORK_SECONDS = 0.002  # between two rests
 REST = 4  # times the work before it
@@ -49,6 +58,7 @@ class Lane:
 LANES: dict[Kind, Lane] = {
     "text": Lane(),
     "long-text": Lane(niceness=10),
+    "longest-text": Lane(niceness=10),
     "answers": Lane(),
     "bodies": Lane(),
     "grammars": Lane("grammars and schemas", max_waiting=8),
@@ -98,7 +108,7 @@ class Executors:
         }
         self._jobs: set[Future[Any]] = set()
         self._num_jobs: Counter[Kind] = Counter()
-        self.text_bytes = 0  # of the texts that run and wait
+        self.text_bytes: Counter[Kind] = Counter()  # of the texts that run and wait
         self._waits: set[asyncio.Future[Any]] = set()  # of the requests that wait for these jobs
         self._abandonments: set[threading.Event] = set()  # of the jobs of `run_long`
 
@@ -132,13 +142,13 @@ class Executors:
         self._jobs.add(future)
         self._waits.add(wait)
         self._num_jobs[kind] += 1
-        self.text_bytes += num_bytes
+        self.text_bytes[kind] += num_bytes
         self._note_change()
 
         def finish() -> None:
             self._jobs.discard(future)
             self._num_jobs[kind] -= 1
-            self.text_bytes -= num_bytes
+            self.text_bytes[kind] -= num_bytes
             self._note_change()
 
         try:
@@ -203,7 +213,8 @@ class Executors:
         for is_abandoned in self._abandonments:
             is_abandoned.set()
         for kind, executor in self._executors.items():
-            executor.shutdown(wait=kind != "comparisons", cancel_futures=True)  # one may read a large file
+            # A comparison may read a large file, and the tokenization of a text cannot be stopped.
+            executor.shutdown(wait=kind not in ("comparisons", "longest-text"), cancel_futures=True)
 
 
 def _begin_thread(niceness: int | None) -> None:

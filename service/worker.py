@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from model.engine.engine import Engine
 from model.engine.request import Output, Request, Step
 from model.text.transcript import End
-from service.executors import Executors
+from service.executors import Executors, Kind
 from service.http.buffers import Buffers
 from service.http.errors import draining, queue_full
 from service.metrics import Metrics, RequestTimes
@@ -24,7 +24,10 @@ from service.settings import Settings
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 SHORT_TEXT = 1 << 14  # bytes; a text up to this size takes milliseconds; longer texts share a second thread
-BYTES_PER_TOKEN = 4  # texts that wait or run may have `max_waiting_tokens` times this many bytes together
+# Bytes; a text up to this size takes a fifth of a second. The time of a word of many characters grows faster than the
+# word: 4 million spaces took 5 s, and 20 s beside a stream. So texts above this size share a third thread.
+LONG_TEXT = 1 << 19
+BYTES_PER_TOKEN = 4  # texts that wait or run for a thread may have `max_waiting_tokens` times this many bytes together
 
 
 class Worker:
@@ -117,9 +120,10 @@ class Worker:
         limit = self._settings.max_waiting_tokens * BYTES_PER_TOKEN
         if num_bytes <= SHORT_TEXT:
             return await self.executors.run("text", job, num_bytes)
-        if (held := self.executors.text_bytes) and held + num_bytes > limit:
+        kind: Kind = "long-text" if num_bytes <= LONG_TEXT else "longest-text"
+        if (held := self.executors.text_bytes[kind]) and held + num_bytes > limit:
             raise queue_full(f"texts of {held} bytes are being handled already")
-        return await self.executors.run("long-text", job, num_bytes)
+        return await self.executors.run(kind, job, num_bytes)
 
     async def run_detached(self, job: Callable[[], Result]) -> Result:
         """Run a job that may take minutes, on a daemon thread: the process can end while the job still runs."""

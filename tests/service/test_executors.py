@@ -82,3 +82,26 @@ def test_grammars_are_read_with_one_niceness_whichever_thread_starts_the_process
         assert process._process is not None
         assert niceness_of(process._process.pid) == max(NICENESS, niceness_of(0))
         process.close()
+
+
+@pytest.mark.parametrize("kind", ["comparisons", "longest-text"])
+def test_a_job_of_seconds_that_cannot_be_stopped_does_not_delay_the_end_of_the_process(
+    tiny: Running, kind: Kind
+) -> None:
+    executors = tiny.on_loop(new_executors(tiny)).result(10)
+    began, gate = threading.Event(), threading.Event()
+
+    def work() -> bool:
+        began.set()
+        return gate.wait(20)
+
+    pending = tiny.on_loop(executors.run(kind, work))
+    try:
+        assert began.wait(20)
+        closing = threading.Thread(target=executors.close, daemon=True)
+        closing.start()
+        closing.join(5)
+        assert not closing.is_alive()
+    finally:
+        gate.set()
+    assert pending.result(20)

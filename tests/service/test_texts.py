@@ -23,9 +23,13 @@ SHORT: dict[str, Any] = {"prompt": "the cat", "max_tokens": 2, "ignore_eos": Tru
 
 
 class Gate:
-    """Until `open` is set, the tokenization of long texts is blocked. `began` lists the texts that have started."""
+    """Until `open` is set, the tokenization of texts of more than `size` bytes is blocked.
+
+    `began` lists the texts that have started.
+    """
 
     def __init__(self) -> None:
+        self.size = SHORT_TEXT
         self.open = threading.Event()
         self.began: list[str] = []
 
@@ -35,7 +39,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate, encode = Gate(), Tokenizer.encode
 
     def encode_late(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
-        if len(text) > SHORT_TEXT:
+        if len(text) > gate.size:
             gate.began.append(text)
             assert gate.open.wait(PATIENCE_SECONDS)
         return encode(tokenizer, text, **options)
@@ -105,6 +109,24 @@ class TestLongTexts:
             gate.open.set()
             assert {future.result(PATIENCE_SECONDS).status_code for future in pending} <= {200, 413}
             assert service.metric("num_requests_running") == service.metric("num_requests_waiting") == 0
+
+    def test_long_texts_do_not_wait_for_the_longest_ones_and_are_not_refused_beside_them(
+        self, wide: Path, start: Start, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One text that fills the limit alone must not take the limit, or the thread, of the others."""
+        gate.size = len(LONG)
+        monkeypatch.setattr("service.worker.LONG_TEXT", len(LONG))
+        service = start(
+            model=str(wide), cache_bytes=CACHE_BYTES, max_waiting_tokens=2 * len(LONG) // BYTES_PER_TOKEN + 1
+        )
+        with ThreadPoolExecutor(1) as pool:
+            pending = pool.submit(service.post, "/tokenize", {"text": 2 * LONG})
+            wait_until(lambda: len(gate.began) == 1, "the longest text is being tokenized")
+            assert service.answer("/tokenize", text=LONG)["count"] >= 1
+            assert len(service.answer("/generate", prompt=LONG, max_tokens=1)["tokens"]) == 1
+            assert service.post("/tokenize", {"text": 2 * LONG}).status_code == 429
+            gate.open.set()
+            assert pending.result(PATIENCE_SECONDS).status_code == 200
 
     def test_more_bytes_of_text_than_may_wait_are_429(self, wide: Path, start: Start, gate: Gate) -> None:
         service = start(
