@@ -3,6 +3,7 @@
 Work that takes less than a second shows nothing.
 """
 
+import io
 import logging
 import sys
 import time
@@ -22,7 +23,7 @@ class Progress:
         self._what = what
         self._total = total
         self._done = 0.0
-        self._stream = sys.stderr if stream is None else stream
+        self._stream = stream or sys.stderr or io.StringIO()  # sys.stderr is None if standard error is closed
         self._has_bar = self._stream.isatty() and logger.isEnabledFor(logging.INFO)
         self._interval = BAR_SECONDS if self._has_bar else LOG_SECONDS
         self._next = time.monotonic() + (FIRST_SECONDS if self._has_bar else LOG_SECONDS)

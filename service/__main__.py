@@ -30,15 +30,28 @@ forwardscope --version   show the version
 
 def main() -> None:
     """Run the command that `sys.argv` names. It exits with 0, 1 after a failure, or 2 for a wrong command line."""
+    open_standard_files()
     try:
         try:
             run_command()
         finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
     except BrokenPipeError:  # nobody reads the output any more, as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of the process
         sys.exit(PIPE_STATUS)
+
+
+def open_standard_files() -> None:
+    """Open /dev/null in place of standard files that are closed, as after `2>&-`.
+
+    Otherwise `sys.stderr` is None, and a file or a connection gets the number 2, and with it messages of libraries.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115  # until the process ends
 
 
 def run_command() -> None:

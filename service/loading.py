@@ -234,10 +234,6 @@ def device_of(settings: Settings) -> str:
 def load_model(settings: Settings, ranks: Ranks | None = None) -> Checkpoint | None:
     """Load the checkpoint that the settings name, or this rank's share of it. None if the setting is "none"."""
     if settings.model == "none":
-        if settings.adapter:
-            raise ValueError("adapters change a model, but --model none serves none; leave --adapter out")
-        if settings.vectors is not None:
-            raise ValueError("vectors are for edits of a model, but --model none serves none; leave --vectors out")
         logger.info("no checkpoint is served; POST /forward runs the worked examples")
         return None
     device = device_of(settings)

@@ -24,6 +24,17 @@ CONTAINER_HOSTS = frozenset({"host.docker.internal", "gateway.docker.internal", 
 CONTAINER_FILES = (Path("/.dockerenv"), Path("/run/.containerenv"))
 ROOT_PATH = re.compile(r"(/[^/\s?#]+)+")
 ADAPTER = re.compile(r"[^\s=]{1,200}=.+")
+OF_CHECKPOINTS = (  # settings that have no effect without a checkpoint
+    "revision",
+    "model_name",
+    "adapter",
+    "lens",
+    "chat_template",
+    "draft",
+    "prefix_cache_directory",
+    "vectors",
+)
+HOST_NAME = re.compile(r"[^\s,:/*\[\]]+")
 
 
 def read_size(value: Any) -> Any:
@@ -83,6 +94,27 @@ def _check_root_path(path: str | None) -> str | None:
     if path is not None and not ROOT_PATH.fullmatch(path):
         raise ValueError(f"{path!r} is not a path such as /fs or /models/fs; begin it with a slash, and end it without")
     return path
+
+
+def _check_hosts(names: str | None) -> str | None:
+    for name in _split(names or ""):
+        if name != "*" and not is_address(name) and not HOST_NAME.fullmatch(name):
+            raise ValueError(
+                f"{name!r} is not a name of a host; write it without scheme, port, path and brackets, as in "
+                "api.example.org, or * alone for all names"
+            )
+    return names
+
+
+def _check_api_key(key: SecretStr | None) -> SecretStr | None:
+    """Raise `ValueError`, without the key, for one that no request could send."""
+    text = None if key is None else key.get_secret_value()
+    if text is not None and (not text or text != text.strip() or not text.isprintable()):
+        raise ValueError(
+            "is empty, begins or ends with a space or a line end, or has a control character, so no HTTP header can "
+            "carry it; remove these characters (a file of a secret often ends with a line end)"
+        )
+    return key
 
 
 def _increase(value: str | float | None) -> float | None:
@@ -284,11 +316,11 @@ class Settings(BaseSettings):
         30.0, gt=0, description="how long a client may read nothing of its response before it is disconnected"
     )
     idle_timeout_seconds: float = Field(75.0, gt=0, description="how long a connection may wait for its next request")
-    allowed_hosts: str | None = Field(
+    allowed_hosts: Annotated[str | None, AfterValidator(_check_hosts)] = Field(
         None,
-        description="names that are allowed in the Host header, separated by commas, or * for all; default: localhost "
-        "if the service listens on a loopback address (in a container also host.docker.internal), else *. IP "
-        "addresses are always allowed",
+        description="names that are allowed in the Host header besides localhost and IP addresses, separated by "
+        "commas, or * for all; default: no others if the service listens on a loopback address (in a container "
+        "host.docker.internal), else *",
     )
     root_path: Annotated[str | None, AfterValidator(_check_root_path)] = Field(
         None,
@@ -299,7 +331,7 @@ class Settings(BaseSettings):
         description="other origin whose web pages may use the service from a browser, such as https://example.org, or "
         "* for all; repeatable, or separated by commas",
     )
-    api_key: SecretStr | None = Field(
+    api_key: Annotated[SecretStr | None, AfterValidator(_check_api_key)] = Field(
         None,
         description="key that requests must send as 'Authorization: Bearer <key>' or 'x-api-key: <key>', except for "
         "health, metrics, docs and the page",
@@ -341,12 +373,12 @@ class Settings(BaseSettings):
             raise InvalidField("quantize_loss", f"is only for --quantize auto, but it is {self.quantize}; leave it out")
         if self.draft != "none" and not self.speculate:
             raise InvalidField("draft", f"{self.draft} drafts tokens, which --speculate false forbids; leave out one")
-        if self.draft != "none" and self.model == "none":
-            raise InvalidField("draft", "--model none serves no checkpoint; leave it out")
+        if self.model == "none":
+            for field in OF_CHECKPOINTS:
+                if getattr(self, field) not in (None, [], "none"):
+                    raise InvalidField(field, "--model none serves no checkpoint; leave it out")
         if self.prefix_cache_directory is None and "prefix_cache_bytes" in self.model_fields_set:
             raise InvalidField("prefix_cache_bytes", "is only for --prefix-cache-directory; give both or leave it out")
-        if self.prefix_cache_directory is not None and self.model == "none":
-            raise InvalidField("prefix_cache_directory", "--model none serves no checkpoint; leave it out")
         if self.target_itl_ms is not None and "max_step_stretch" in self.model_fields_set:
             raise InvalidField("max_step_stretch", "is replaced by --target-itl-ms; leave one of the two out")
         if self.tensor_parallel > 1:
@@ -391,7 +423,7 @@ class Settings(BaseSettings):
     def host_names(self) -> frozenset[str]:
         """The names that are allowed in the Host header, in lower case; "*" allows all."""
         if self.allowed_hosts is not None:
-            return frozenset(name.strip().lower() for name in self.allowed_hosts.split(","))
+            return frozenset({"localhost", *_split(self.allowed_hosts.lower())})
         if not self.is_loopback:
             return frozenset({"*"})
         return frozenset({"localhost", self.host.lower()} | (CONTAINER_HOSTS if is_in_container() else set()))

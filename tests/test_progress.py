@@ -2,6 +2,7 @@
 
 import io
 import logging
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,15 @@ def test_a_terminal_gets_a_bar_that_is_removed_at_the_end(clock: list[float], ca
     shown.finish()
     assert stream.getvalue().removeprefix(before).strip() == ""
     assert not caplog.records
+
+
+def test_progress_needs_no_standard_error(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    shown = Progress("reading", 10)
+    clock[0] = 60.0
+    shown.advance(5)
+    shown.finish()
+    assert shown.share == 0.5
 
 
 def test_other_streams_get_a_log_line_every_five_seconds(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:

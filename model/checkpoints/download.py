@@ -65,7 +65,7 @@ def download(source: str, revision: str | None) -> Path:
             revision=revision,
             allow_patterns=[*GLOBS, *(gguf or [SAFETENSORS])],
             ignore_patterns=list(IGNORED),
-            tqdm_class=None if sys.stderr.isatty() else LoggedBar,
+            tqdm_class=None if sys.stderr is not None and sys.stderr.isatty() else LoggedBar,
         )
     except Exception as error:  # likewise
         reason = f"the download from the hub failed: {describe(error)}; the next start continues it"

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 ACCEPTS_PER_TURN = 32
 BACKLOG = 2048  # most connections that wait to be accepted
 OTHER_FILES = 64 + ACCEPTS_PER_TURN  # open files of the process besides its connections
+YEAR_SECONDS = 365 * 86400
 LAST_EVENTS_SECONDS = 10  # for writing the ends of responses, after all computation has ended
 
 
@@ -52,7 +53,7 @@ def make_server(app: FastAPI) -> "DrainingServer":
         # At the level "warning", uvicorn would log each invalid request.
         log_level="debug" if settings.log_level == "debug" else "error",
         access_log=False,
-        timeout_keep_alive=max(1, round(settings.idle_timeout_seconds)),
+        timeout_keep_alive=max(1, round(min(settings.idle_timeout_seconds, YEAR_SECONDS))),
         timeout_graceful_shutdown=LAST_EVENTS_SECONDS,
         backlog=BACKLOG,
     )

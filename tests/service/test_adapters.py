@@ -229,7 +229,6 @@ def test_several_adapters_may_be_in_one_variable(monkeypatch: pytest.MonkeyPatch
         (None, "a=missing", "missing: no such directory"),
         (None, "tiny={first}", "'tiny' has the name of a model"),
         (None, "ai-rocks={first}", "'ai-rocks' has the name of a model"),
-        ("none", "a={first}", "--model none serves none"),
         ("bundled", "a={first}", "adapter_model.safetensors lacks "),
     ],
 )

@@ -44,6 +44,26 @@ def test_a_command_ends_without_a_traceback_if_nobody_reads_its_output(arguments
     assert (found.returncode, found.stderr) == (PIPE_STATUS, "")
 
 
+@pytest.mark.parametrize(("arguments", "status"), [(["--version"], 0), (["serv"], 2)])
+def test_closed_standard_files_are_replaced_and_keep_their_numbers(arguments: list[str], status: int) -> None:
+    """Otherwise the first connection would get the number 2, and with it all that libraries write to standard error."""
+    code = f"""
+import os, sys
+from service.__main__ import main
+sys.argv = ["forwardscope", *{arguments}]
+try:
+    main()
+except SystemExit as error:
+    status = error.code
+else:
+    status = 0
+assert os.open(os.devnull, os.O_RDONLY) > 2
+sys.exit(status)
+"""
+    shell = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", sys.executable, "-c", code]
+    assert subprocess.run(shell, cwd=ROOT, check=False).returncode == status
+
+
 def test_the_version_is_that_of_the_library(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

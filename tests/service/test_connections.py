@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import socket
 import struct
 import subprocess
@@ -194,6 +195,12 @@ class TestNumberOfConnections:
         service = start(model=str(tiny_directory), max_connections=4096)
         assert service._server._connections._limits.max_connections < 256
         assert "too few open files for --max-connections 4096" in caplog.text
+
+    def test_a_time_limit_may_be_infinite(self, tiny_directory: Path, start: Start) -> None:
+        names = ("idle_timeout", "header_timeout", "body_timeout", "write_timeout", "request_timeout", "sse_keepalive")
+        service = start(model=str(tiny_directory), **{f"{name}_seconds": math.inf for name in names})
+        body = {"prompt": [1, 2], "max_tokens": 2, "stream": True}
+        assert [service.post("/generate", body).status_code for _ in range(2)] == [200, 200]
 
 
 class TestHalfClosed:

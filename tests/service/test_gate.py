@@ -143,9 +143,9 @@ class TestHost:
 
     def test_only_allowed_names_are_accepted(self, tiny_directory: Path, start: Start) -> None:
         service = start(model=str(tiny_directory), allowed_hosts="a.example, B.example")
-        names = ("a.example", "b.example", "c.example")
+        names = ("a.example", "b.example", "c.example", "localhost:8000")
         statuses = {name: service.get("/health", headers={"Host": name}).status_code for name in names}
-        assert statuses == {"a.example": 200, "b.example": 200, "c.example": 400}
+        assert statuses == {"a.example": 200, "b.example": 200, "c.example": 400, "localhost:8000": 200}
 
     def test_by_default_a_service_for_other_machines_accepts_every_name(self) -> None:
         assert "*" in Settings(host="0.0.0.0").host_names

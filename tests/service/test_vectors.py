@@ -13,7 +13,7 @@ from safetensors.torch import save, save_file
 
 from forwardscope import ApiError, Client
 from model.checkpoints.load import load_checkpoint
-from service.loading import load_model, load_vectors
+from service.loading import load_vectors
 from service.settings import Settings
 from tests.checkpoints.test_vector_files import HOSTILE, write_control_vector
 from tests.service.running import PATIENCE_SECONDS, Running, running, wait_until
@@ -243,8 +243,3 @@ def test_vectors_that_do_not_fit_the_model_end_the_start(tiny_directory: Path, t
     settings = Settings(model=str(tiny_directory), vectors=tmp_path)
     with pytest.raises(ValueError, match=r"other\.gguf: direction\.1 has the shape \[99\], but d_model is 24"):
         load_vectors(load_checkpoint(str(tiny_directory)), settings)
-
-
-def test_vectors_need_a_model(directory: Path) -> None:
-    with pytest.raises(ValueError, match="--model none serves none; leave --vectors out"):
-        load_model(Settings(model="none", vectors=directory))
