@@ -119,7 +119,10 @@ class TestSignals:
         """`nohup` ignores them."""
         before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
         try:
-            with ready_process(endless) as (service, address), ThreadPoolExecutor(1) as pool:
+            with (
+                ready_process(endless, "--shutdown-grace-seconds", "300") as (service, address),
+                ThreadPoolExecutor(1) as pool,
+            ):
                 stream = pool.submit(post, address, "/generate", FOREVER | {"max_tokens": 4000, "stream": True})
                 wait_until(lambda: running_and_waiting(address) == (1, 0), "it runs")
                 service.send_signal(signal.SIGHUP)
