@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 NUM_TEXTS, NUM_TOKENS = 96, 128  # generated to calibrate, and tokens of each
 NUM_MEASURED = 4  # texts more, to measure losses
 DEFAULT_INCREASE = 0.005  # of the perplexity
-VERSION = 3  # of the calibration and of the report: others are not used
+VERSION = 4  # of the calibration and of the report: others are not used
 
 
 def resolve(
