@@ -64,6 +64,15 @@ def test_generated_texts_are_the_same_each_time_and_fill_the_context() -> None:
     assert [len(text) for text in texts] == [checkpoint.model.config.max_positions] * 2
 
 
+def test_generated_texts_begin_with_tokens_of_the_whole_vocabulary() -> None:
+    from model.checkpoints.load import BUNDLED, load_checkpoint
+
+    checkpoint = load_checkpoint(str(BUNDLED), dtype="float32")
+    first_tokens = sorted(text[0] for text in generate_texts(checkpoint, 20, 2))
+    parts = [token * 5 // checkpoint.model.config.vocab_size for token in first_tokens]
+    assert all(parts.count(part) >= 2 for part in range(5))
+
+
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "model.analysis.drift", *arguments], capture_output=True, text=True)
 
