@@ -1,13 +1,11 @@
 """Say what to do about a path that no route answers: a route of another API, or a spelling of a known one."""
 
-import re
 from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from typing import Any
 
 METHOD_WEIGHT = 0.3
-PARAMETER = re.compile(r"\{[^/]+\}")
 METHODS = ("get", "post", "put", "delete")
 TEXT_ONLY = "the model reads and writes only text; use another server for this"
 STORES_NOTHING = "this server stores no such objects; send everything in the request that needs it"
@@ -50,7 +48,15 @@ def absent_route(path: str) -> str | None:
 
 def allowed_methods(path: str, paths: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The methods of all routes with this path. `paths` are those of the OpenAPI description."""
-    return [method for method, known in routes_of(paths) if re.fullmatch(PARAMETER.sub("[^/]+", known), path)]
+    parts = path.split("/")
+
+    def is_path(route: str) -> bool:
+        own = route.split("/")
+        return len(own) == len(parts) and all(
+            name.startswith("{") or name == part for name, part in zip(own, parts, strict=True)
+        )
+
+    return [method for method, route in routes_of(paths) if is_path(route)]
 
 
 def nearest_route(method: str, path: str, paths: Mapping[str, Mapping[str, Any]]) -> str:
