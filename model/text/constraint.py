@@ -22,6 +22,9 @@ WORD_BITS = 32
 Words = NDArray[np.int32]
 
 
+MAX_PLACES_AHEAD = 16  # each takes about 0.1 ms
+
+
 class Constraint:
     """A compiled grammar over a vocabulary of `vocab_size` tokens. `field` is its field in the request.
 
@@ -41,6 +44,8 @@ class Constraint:
         self.field = field
         self.key_filter = key_filter
         self.begin = begin
+        self.limits_keys = False
+        """Whether only some keys may follow in an object whose keys the grammar does not name."""
         self.not_enforced: Mapping[str, str] = {}
         """The fields of functions whose arguments may be any JSON object, because their schemas are not enforced, and
         why. Nothing else of the client is in the reasons, so that they can be logged.
@@ -169,6 +174,8 @@ class GrammarState:
             thoughts = None
             if self._keys is not None and place is not None:
                 self._keys.remove(place, words[row])
+                if self.constraint.limits_keys:
+                    remove_dead_ends(self._matcher, self._keys, place, words[row])
                 if row == 0 and not words[row].any():
                     return self._error("the object already has each key that can follow")
                 place = place.after(self._keys.tokens[draft[row]]) if row < len(draft) else None
@@ -198,6 +205,37 @@ class GrammarState:
     def _error(self, reason: str | None = None) -> InvalidField:
         reason = reason or reason_of(self._matcher)
         return InvalidField(self.constraint.field, f"after {len(self._tokens)} tokens: {reason}")
+
+
+def remove_dead_ends(matcher: LLMatcher, keys: KeyFilter, place: JsonPlace, words: Words) -> None:
+    """Remove the tokens from a mask after which an object must have another key, but has each one that can follow.
+
+    A few places ahead are computed. Tokens that lead to more of them are removed, too, if others are left.
+    """
+    found: dict[JsonPlace, bool] = {}
+
+    def is_dead_end(matcher: LLMatcher, place: JsonPlace, token_id: int) -> bool:
+        after = place.after(keys.tokens[token_id])
+        if after is None or after in found or len(found) == MAX_PLACES_AHEAD:
+            return after is None or found.get(after, True)
+        found[after] = True  # white space leads back to the same place
+        matcher, words = matcher.deep_copy(), np.zeros(num_words(len(keys.tokens) - 1), dtype=np.int32)
+        if matcher.consume_token(token_id):
+            fill(matcher, words)
+        keys.remove(after, words)
+        near = keys.near_old_keys(after, words)
+        for each in near:
+            set_bit(words, each, False)
+        is_dead = not words.any() and all(is_dead_end(matcher, after, each) for each in near)
+        found[after] = is_dead and not matcher.is_error()  # a sequence that reaches this state meets the error there
+        return found[after]
+
+    before = words.copy()
+    for token_id in keys.near_old_keys(place, words):
+        if is_dead_end(matcher, place, token_id):
+            set_bit(words, token_id, False)
+    if not keys.goes_on(words):
+        words[:] = before
 
 
 @dataclass(frozen=True)

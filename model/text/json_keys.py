@@ -3,7 +3,7 @@
 Where a schema leaves keys open, the grammar spells each key in one way only. So keys are equal if their bytes are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 BEGIN_STRING, ESCAPE, COMMA = b'"\\,'
 OPEN, CLOSE, BEGIN, END = b"{}[]"
 FIRST = b" \t\r\n{["  # bytes before and at the beginning of JSON after a marker
+MAX_NEAR = 256  # with more tokens at the beginning of a key, there are enough keys
 
 
 class JsonPlace(NamedTuple):
@@ -74,6 +75,17 @@ class KeyFilter:
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self.tokens = tokens
+        self._ids_of: dict[bytes, list[int]] = {}
+        for token_id, data in enumerate(tokens):
+            self._ids_of.setdefault(data, []).append(token_id)
+        self._white = np.zeros((len(tokens) + 31) // 32, dtype=np.uint32)  # a mask of white space
+        for token_id, data in enumerate(tokens):
+            if not data.strip():
+                self._white[token_id // 32] |= np.uint32(1 << token_id % 32)
+        # The tokens that can lead to a key from a place in a value: outside of strings, and in a string.
+        with_comma = [token_id for token_id, data in enumerate(tokens) if b"," in data]
+        self._with_comma = np.array(with_comma)
+        self._with_quote_and_comma = np.array([token_id for token_id in with_comma if b'"' in tokens[token_id]])
         numbers = np.array([data.count(b'"') for data in tokens])
         # The tokens with at least 1, 2 and 3 quotes: those that can complete a key in a key, outside of strings, and in
         # other strings. The last ones are few.
@@ -93,3 +105,32 @@ class KeyFilter:
         for token_id in self._ids[index][allowed].tolist():
             if place.after(self.tokens[token_id]) is None:
                 bits[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+
+    def goes_on(self, words: NDArray[np.int32]) -> bool:
+        """Whether a mask, words (W), allows more than white space."""
+        return bool((words.view(np.uint32) & ~self._white).any())
+
+    def near_old_keys(self, place: JsonPlace, words: NDArray[np.int32]) -> list[int]:
+        """The allowed tokens after which a key must follow or go on that may be one that the object already has."""
+        if place.is_key:
+            rests = [key.removeprefix(place.string or b"") for key in old_keys(place)]
+            parts = {rest[:end] for rest in rests for end in range(1, len(rest))}
+            ids = np.array([token_id for part in parts for token_id in self._ids_of.get(part, ())], dtype=np.int64)
+        elif place.expects_key:
+            ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), count=len(self.tokens), bitorder="little"))
+        else:
+            ids = self._with_comma if place.string is None else self._with_quote_and_comma
+        ids = ids[(words.view(np.uint32)[ids // 32] >> (ids % 32).astype(np.uint32)) & 1 != 0]
+        if len(ids) > MAX_NEAR:
+            return []
+        afters = ((token_id, place.after(self.tokens[token_id])) for token_id in ids.tolist())
+        return [token_id for token_id, after in afters if after is not None and any(old_keys(after))]
+
+
+def old_keys(place: JsonPlace) -> Iterator[bytes]:
+    """The quoted keys of the object that begin as the key that must follow, or has begun, at a place."""
+    if place.containers and (place.is_key or place.expects_key):
+        begin = place.string or b""
+        for key in place.containers[-1] or ():
+            if key.startswith(begin):
+                yield key + b'"'

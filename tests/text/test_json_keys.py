@@ -1,5 +1,9 @@
 """No JSON object has a key twice, whatever the tokens are and however the text is divided into them."""
 
+import json
+import random
+from typing import Any
+
 import pytest
 
 from model.text.constraint import GrammarState
@@ -108,9 +112,39 @@ def test_named_properties_need_no_filter(grammars: Grammars) -> None:
     assert closed.key_filter is None
 
 
-def test_an_object_whose_keys_are_used_up_ends_with_an_error(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    schema = {"type": "object", "patternProperties": {"^a$": {"type": "null"}}, "additionalProperties": False}
-    state = GrammarState(grammars.json_schema("json", schema))
+def limited(**keywords: Any) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": {"type": "integer"}, **keywords}
+
+
+def test_an_object_whose_keys_are_used_up_ends(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    schema = limited(patternProperties={"^a$": {"type": "null"}}, additionalProperties=False)
+    state = state_after('{"a":null', GrammarState(grammars.json_schema("json", schema)), tokenizer)
+    texts = {tokenizer.decode_inside([token_id]).strip() for token_id in allowed(state)[0]}
+    assert texts == {"", "}"}
+    state = GrammarState(grammars.json_schema("json", schema | {"minProperties": 2}))  # nothing fits this schema
     state_after('{"a":null,"a', state, tokenizer)
     with pytest.raises(AssertionError, match="already has each key"):
         allowed(state)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        limited(patternProperties={"^k[0-3]$": {"type": "boolean"}}, additionalProperties=False),
+        limited(propertyNames={"pattern": "^a{1,3}$"}),
+        limited(propertyNames={"maxLength": 1, "pattern": "[a-d]"}, minProperties=4),
+    ],
+    ids=["patternProperties", "propertyNames", "minProperties"],
+)
+def test_texts_with_few_keys_are_completed(schema: dict[str, Any], grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """Random tokens, but no white space, and the end of an object only where nothing else can follow."""
+    for seed in range(10):
+        state, choose, text = GrammarState(grammars.json_schema("json", schema)), random.Random(seed), ""
+        while not state.is_complete:
+            tokens = {i: tokenizer.decode_inside([i]) for i in allowed(state)[0]}
+            visible = [i for i, token in tokens.items() if token.strip()]
+            token_id = choose.choice([i for i in visible if "}" not in tokens[i]] or visible)
+            text += tokens[token_id]
+            state.append(token_id)
+        keys = [key for key, _ in json.loads(text, object_pairs_hook=list)]
+        assert len(set(keys)) == len(keys) > 2

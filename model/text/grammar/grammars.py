@@ -148,6 +148,7 @@ class Grammars:
             matcher = LLMatcher(self._vocabulary, answer["grammar"], log_level=0, limits=parser_limits())
             key_filter = self._key_filter if answer["has_other_keys"] else None
             constraint = Constraint(field, matcher, self._vocab_size, key_filter, begin)
+            constraint.limits_keys = any(keyword in source for keyword in ("patternProperties", "propertyNames"))
             constraint.not_enforced = answer["not_enforced"]
             return constraint
         except (InvalidField, NeedsMoreTime) as error:
