@@ -15,14 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.errors import InvalidField
-from model.text.json_keys import WHOLE_TEXT, JsonPlace, KeyFilter
+from model.text.json_keys import WHOLE_TEXT, JsonPlace, KeyFilter, LookAhead
 from model.text.thinking import Thoughts
 
 WORD_BITS = 32
-Words = NDArray[np.int32]
-
-
 MAX_PLACES_AHEAD = 16  # each takes about 0.1 ms
+Words = NDArray[np.int32]
 
 
 class Constraint:
@@ -44,8 +42,8 @@ class Constraint:
         self.field = field
         self.key_filter = key_filter
         self.begin = begin
-        self.limits_keys = False
-        """Whether only some keys may follow in an object whose keys the grammar does not name."""
+        self.look_ahead: LookAhead | None = None
+        """For a grammar that allows only some keys in an object without naming them, so that they may be used up."""
         self.not_enforced: Mapping[str, str] = {}
         """The fields of functions whose arguments may be any JSON object, because their schemas are not enforced, and
         why. Nothing else of the client is in the reasons, so that they can be logged.
@@ -174,8 +172,8 @@ class GrammarState:
             thoughts = None
             if self._keys is not None and place is not None:
                 self._keys.remove(place, words[row])
-                if self.constraint.limits_keys:
-                    remove_dead_ends(self._matcher, self._keys, place, words[row])
+                if self.constraint.look_ahead is not None:
+                    remove_dead_ends(self._matcher, self._keys, self.constraint.look_ahead, place, words[row])
                 if row == 0 and not words[row].any():
                     return self._error("the object already has each key that can follow")
                 place = place.after(self._keys.tokens[draft[row]]) if row < len(draft) else None
@@ -207,7 +205,9 @@ class GrammarState:
         return InvalidField(self.constraint.field, f"after {len(self._tokens)} tokens: {reason}")
 
 
-def remove_dead_ends(matcher: LLMatcher, keys: KeyFilter, place: JsonPlace, words: Words) -> None:
+def remove_dead_ends(
+    matcher: LLMatcher, keys: KeyFilter, look_ahead: LookAhead, place: JsonPlace, words: Words
+) -> None:
     """Remove the tokens from a mask after which an object must have another key, but has each one that can follow.
 
     A few places ahead are computed. Tokens that lead to more of them are removed, too, if others are left.
@@ -223,7 +223,7 @@ def remove_dead_ends(matcher: LLMatcher, keys: KeyFilter, place: JsonPlace, word
         if matcher.consume_token(token_id):
             fill(matcher, words)
         keys.remove(after, words)
-        near = keys.near_old_keys(after, words)
+        near = look_ahead.near_old_keys(after, words)
         for each in near:
             set_bit(words, each, False)
         is_dead = not words.any() and all(is_dead_end(matcher, after, each) for each in near)
@@ -231,10 +231,10 @@ def remove_dead_ends(matcher: LLMatcher, keys: KeyFilter, place: JsonPlace, word
         return found[after]
 
     before = words.copy()
-    for token_id in keys.near_old_keys(place, words):
+    for token_id in look_ahead.near_old_keys(place, words):
         if is_dead_end(matcher, place, token_id):
             set_bit(words, token_id, False)
-    if not keys.goes_on(words):
+    if not look_ahead.goes_on(words):
         words[:] = before
 
 

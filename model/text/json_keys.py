@@ -4,6 +4,7 @@ Where a schema leaves keys open, the grammar spells each key in one way only. So
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -75,23 +76,12 @@ class KeyFilter:
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self.tokens = tokens
-        self._ids_of: dict[bytes, list[int]] = {}
-        for token_id, data in enumerate(tokens):
-            self._ids_of.setdefault(data, []).append(token_id)
-        self._white = np.zeros((len(tokens) + 31) // 32, dtype=np.uint32)  # a mask of white space
-        for token_id, data in enumerate(tokens):
-            if not data.strip():
-                self._white[token_id // 32] |= np.uint32(1 << token_id % 32)
-        # The tokens that can lead to a key from a place in a value: outside of strings, and in a string.
-        with_comma = [token_id for token_id, data in enumerate(tokens) if b"," in data]
-        self._with_comma = np.array(with_comma)
-        self._with_quote_and_comma = np.array([token_id for token_id in with_comma if b'"' in tokens[token_id]])
         numbers = np.array([data.count(b'"') for data in tokens])
         # The tokens with at least 1, 2 and 3 quotes: those that can complete a key in a key, outside of strings, and in
         # other strings. The last ones are few.
         self._ids = [np.flatnonzero(numbers >= least) for least in (1, 2, 3)]
         self._words = [ids // 32 for ids in self._ids]
-        self._bits = [np.uint32(1) << (ids % 32).astype(np.uint32) for ids in self._ids]
+        self._bits = [_bits(ids) for ids in self._ids]
 
     def remove(self, place: JsonPlace, words: NDArray[np.int32]) -> None:
         """Remove tokens from a mask, words (W), of what may follow at a place."""
@@ -106,8 +96,29 @@ class KeyFilter:
             if place.after(self.tokens[token_id]) is None:
                 bits[token_id // 32] &= ~np.uint32(1 << token_id % 32)
 
+    @cached_property
+    def look_ahead(self) -> "LookAhead":
+        """Made when it is first needed, because it takes some time for a large vocabulary."""
+        return LookAhead(self.tokens)
+
+
+class LookAhead:
+    """Finds the tokens of masks, words (W), that may lead to a key that an object already has."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self._tokens = tokens
+        self._ids_of: dict[bytes, list[int]] = {}
+        for token_id, data in enumerate(tokens):
+            self._ids_of.setdefault(data, []).append(token_id)
+        is_white = np.array([not data.strip() for data in tokens])
+        self._white = np.zeros((len(tokens) + 31) // 32, dtype=np.uint32)
+        np.bitwise_or.at(self._white, np.flatnonzero(is_white) // 32, _bits(np.flatnonzero(is_white)))
+        # The tokens that can lead to a key from a place in a value: outside of strings, and in a string.
+        has_comma, has_quote = (np.array([mark in data for data in tokens]) for mark in (b",", b'"'))
+        self._with_comma, self._with_both = np.flatnonzero(has_comma), np.flatnonzero(has_comma & has_quote)
+
     def goes_on(self, words: NDArray[np.int32]) -> bool:
-        """Whether a mask, words (W), allows more than white space."""
+        """Whether a mask allows more than white space."""
         return bool((words.view(np.uint32) & ~self._white).any())
 
     def near_old_keys(self, place: JsonPlace, words: NDArray[np.int32]) -> list[int]:
@@ -117,14 +128,19 @@ class KeyFilter:
             parts = {rest[:end] for rest in rests for end in range(1, len(rest))}
             ids = np.array([token_id for part in parts for token_id in self._ids_of.get(part, ())], dtype=np.int64)
         elif place.expects_key:
-            ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), count=len(self.tokens), bitorder="little"))
+            ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), count=len(self._tokens), bitorder="little"))
         else:
-            ids = self._with_comma if place.string is None else self._with_quote_and_comma
-        ids = ids[(words.view(np.uint32)[ids // 32] >> (ids % 32).astype(np.uint32)) & 1 != 0]
+            ids = self._with_comma if place.string is None else self._with_both
+        ids = ids[words.view(np.uint32)[ids // 32] & _bits(ids) != 0]
         if len(ids) > MAX_NEAR:
             return []
-        afters = ((token_id, place.after(self.tokens[token_id])) for token_id in ids.tolist())
+        afters = ((token_id, place.after(self._tokens[token_id])) for token_id in ids.tolist())
         return [token_id for token_id, after in afters if after is not None and any(old_keys(after))]
+
+
+def _bits(ids: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """The bit of each token in its word."""
+    return np.uint32(1) << (ids % 32).astype(np.uint32)
 
 
 def old_keys(place: JsonPlace) -> Iterator[bytes]:

@@ -148,7 +148,8 @@ class Grammars:
             matcher = LLMatcher(self._vocabulary, answer["grammar"], log_level=0, limits=parser_limits())
             key_filter = self._key_filter if answer["has_other_keys"] else None
             constraint = Constraint(field, matcher, self._vocab_size, key_filter, begin)
-            constraint.limits_keys = any(keyword in source for keyword in ("patternProperties", "propertyNames"))
+            if key_filter is not None and any(keyword in source for keyword in ("patternProperties", "propertyNames")):
+                constraint.look_ahead = key_filter.look_ahead
             constraint.not_enforced = answer["not_enforced"]
             return constraint
         except (InvalidField, NeedsMoreTime) as error:
