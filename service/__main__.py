@@ -4,6 +4,7 @@ A module is imported only when its command runs, so that `--help` and mistakes a
 """
 
 import difflib
+import errno
 import os
 import shlex
 import sys
@@ -36,9 +37,13 @@ def main() -> None:
             run_command()
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # nobody reads the output any more, as after `| head`
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of the process
-        sys.exit(PIPE_STATUS)
+        if error.errno == errno.ENOSPC:
+            exit_with(1, f"{error.filename or 'the output'} cannot be written: {error.strerror}")
+        sys.exit(PIPE_STATUS)  # nobody reads the output any more, as after `| head`
 
 
 def open_standard_files() -> None:

@@ -44,6 +44,15 @@ def test_a_command_ends_without_a_traceback_if_nobody_reads_its_output(arguments
     assert (found.returncode, found.stderr) == (PIPE_STATUS, "")
 
 
+def test_an_output_without_space_is_an_error_of_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(
+            [sys.executable, "-m", "service", "--help"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert found.returncode == 1
+    assert found.stderr == "forwardscope: the output cannot be written: No space left on device\n"
+
+
 @pytest.mark.parametrize(("arguments", "status"), [(["--version"], 0), (["serv"], 2)])
 def test_closed_standard_files_are_replaced_and_keep_their_numbers(arguments: list[str], status: int) -> None:
     """Otherwise the first connection would get the number 2, and with it all that libraries write to standard error."""
