@@ -63,9 +63,9 @@ class FormatChoice:
         """One line: how many layers have which format, and what that costs."""
         counts = {format.name: list(self.formats.values()).count(format.name) for format in reversed(CANDIDATES)}
         num_kept = len(self.layers) - len(self.formats)
-        parts = [*(f"{count} layers in {name}" for name, count in counts.items() if count), f"{num_kept} not quantized"]
+        parts = [*(f"{count} in {name}" for name, count in counts.items() if count), f"{num_kept} not quantized"]
         return (
-            f"{', '.join(parts)}: {self.bits_per_weight:.2f} bits per weight; perplexity of its own texts "
+            f"layers: {', '.join(parts)}; {self.bits_per_weight:.2f} bits per weight; perplexity of its own texts "
             f"{math.expm1(self.loss):+.2%} (at most {math.expm1(self.max_loss):+.2%})"
         )
 

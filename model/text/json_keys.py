@@ -144,7 +144,7 @@ def _bits(ids: NDArray[np.int64]) -> NDArray[np.uint32]:
 
 
 def old_keys(place: JsonPlace) -> Iterator[bytes]:
-    """The quoted keys of the object that begin as the key that must follow, or has begun, at a place."""
+    """The keys of the object, each with its closing quote, that begin as the key that must follow or has begun."""
     if place.containers and (place.is_key or place.expects_key):
         begin = place.string or b""
         for key in place.containers[-1] or ():
