@@ -51,7 +51,7 @@ def load_draft(
     if is_copy:  # the head, too: a wrong draft costs only time
         quantize = dict.fromkeys((name for name, _ in served.named_modules()), ROUNDED[draft])
     else:
-        location = _locate(draft)
+        location = locate_draft(draft)
         _check_contents(checkpoint, read_contents(location), location.name)
         quantize = "stored" if location.weights.suffix == ".gguf" else "int8"
     planned: list[PlannedNetwork] = []
@@ -90,7 +90,8 @@ def load_draft(
     return DraftModel(loaded.name, model, weight_bytes, token_bytes, is_copy=False)
 
 
-def _locate(source: str) -> Location:
+def locate_draft(source: str) -> Location:
+    """Find the checkpoint of a draft network. Raises `ValueError` if there is none."""
     try:
         return locate(source)
     except ValueError as error:

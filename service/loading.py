@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from model.analysis.auto_quantization import resolve
-from model.checkpoints.adapters import load_adapter
+from model.checkpoints.adapters import find_adapter, load_adapter
 from model.checkpoints.load import DTYPES, Checkpoint, load_checkpoint
 from model.checkpoints.memory import Need, PlannedNetwork, require_memory
-from model.checkpoints.translators import Translators, load_translators
-from model.checkpoints.vector_files import NamedVector, read_vectors
+from model.checkpoints.translators import Translators, find_translators, load_translators
+from model.checkpoints.vector_files import NamedVector, find_vectors, read_vectors
 from model.config import ModelConfig
 from model.device import find_device
 from model.engine.block_files import BlockFiles
@@ -33,7 +33,7 @@ from model.ops.quantization import ROUNDED
 from model.ops.stored_weights import Weight
 from model.text.grammar.grammars import Grammars
 from model.worked_examples import WORKED_EXAMPLES
-from service.drafts import DraftModel, load_draft
+from service.drafts import DraftModel, load_draft, locate_draft
 from service.network_thread import NetworkThread
 from service.settings import Settings
 from service.state import State
@@ -237,6 +237,7 @@ def load_model(settings: Settings, ranks: Ranks | None = None) -> Checkpoint | N
         logger.info("no checkpoint is served; POST /forward runs the worked examples")
         return None
     device = device_of(settings)
+    find_named_files(settings)
     source = settings.model
     checkpoint = load_checkpoint(
         source,
@@ -260,6 +261,21 @@ def load_model(settings: Settings, ranks: Ranks | None = None) -> Checkpoint | N
         network.config.max_positions,
     )
     return replace(checkpoint, adapters=load_adapters(checkpoint, settings))
+
+
+def find_named_files(settings: Settings) -> None:
+    """Find the files that settings name beside the checkpoint, so that a wrong path is an error before it is loaded.
+
+    Raises `ValueError` if one does not exist.
+    """
+    if settings.draft not in ("none", *ROUNDED):
+        locate_draft(settings.draft)
+    for path in settings.adapters.values():
+        find_adapter(path)
+    if settings.lens is not None:
+        find_translators(settings.lens)
+    if settings.vectors is not None:
+        find_vectors(settings.vectors)
 
 
 def prepare_own_share(

@@ -69,14 +69,20 @@ class Module:
         return f"{PREFIX}{self.name}{LORA_A}", f"{PREFIX}{self.name}{LORA_B}"
 
 
+def find_adapter(path: str | Path) -> Path:
+    """The directory of an adapter. Raises `CheckpointError` if there is none."""
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        raise CheckpointError(f"{path}: no such directory; use one with {CONFIG} and {WEIGHTS}, as PEFT saves them")
+    return directory
+
+
 def load_adapter(checkpoint: Checkpoint, path: str | Path, name: str | None = None) -> Adapter:
     """Load the adapter in the directory `path` for the network of `checkpoint`, in its dtype and on its device.
 
     `name` is by default the name of the directory. Raises `CheckpointError`, whose message says what is wrong.
     """
-    directory = Path(path).expanduser()
-    if not directory.is_dir():
-        raise CheckpointError(f"{path}: no such directory; use one with {CONFIG} and {WEIGHTS}, as PEFT saves them")
+    directory = find_adapter(path)
     if not (directory / WEIGHTS).exists() and (directory / PICKLE).exists():
         raise CheckpointError(f"{directory / PICKLE}: {PICKLE_REASON}; save the adapter again, as {WEIGHTS}")
     if checkpoint.family is None:

@@ -46,16 +46,21 @@ class Translators:
         return residual + residual @ self.weights[layer].mT + self.biases[layer]
 
 
+def find_translators(path: Path) -> None:
+    """Raise `CheckpointError` if `path` is not a file that may have translators."""
+    if path.suffix in (".pt", ".pth", ".bin"):
+        raise CheckpointError(f"{path}: {PICKLE_HINT}")
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; use a safetensors file with the tensors N.weight and N.bias")
+
+
 def load_translators(path: Path, model: Transformer) -> Translators:
     """Load the translators of every layer, in the dtype and on the device of the network.
 
     Raises `CheckpointError` for a file that is not readable, and for tensors that are missing, unknown, of a wrong
     shape, or not finite.
     """
-    if path.suffix in (".pt", ".pth", ".bin"):
-        raise CheckpointError(f"{path}: {PICKLE_HINT}")
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; use a safetensors file with the tensors N.weight and N.bias")
+    find_translators(path)
     source, config = SafetensorsFiles(path), model.config
     prefix = PREFIX if any(name.startswith(PREFIX) for name in source.headers) else ""
     shapes: dict[str, tuple[int, ...]] = {}

@@ -43,22 +43,28 @@ class NamedVector:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
+def find_vectors(directory: Path) -> list[Path]:
+    """The files of vectors in a directory, in order. Raises `CheckpointError` if there are none."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory; use one with *.safetensors or *.gguf files of vectors")
+    paths = sorted(path for path in directory.iterdir() if path.suffix in SUFFIXES)
+    if not paths:
+        raise CheckpointError(f"{directory}: has no *.safetensors or *.gguf files")
+    return paths
+
+
 def read_vectors(directory: Path, config: ModelConfig, stages: Sequence[Stage]) -> dict[str, NamedVector]:
     """Read every file of a directory whose name ends in `.safetensors` or `.gguf`: name without the ending -> vector.
 
     `stages` are those of the network. Raises `CheckpointError`, whose message names the file.
     """
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory}: no such directory; use one with *.safetensors or *.gguf files of vectors")
     vectors: dict[str, NamedVector] = {}
-    for path in sorted(path for path in directory.iterdir() if path.suffix in SUFFIXES):
+    for path in find_vectors(directory):
         if not NAME.fullmatch(path.stem):
             raise CheckpointError(f"{directory}: {printable_name(path.name)} must have a name of {NAME_RULE}")
         if path.stem in vectors:
             raise CheckpointError(f"{directory}: two files have the name {path.stem}; rename one of them")
         vectors[path.stem] = _read_gguf(path, config) if path.suffix == ".gguf" else _read_safetensors(path, stages)
-    if not vectors:
-        raise CheckpointError(f"{directory}: has no *.safetensors or *.gguf files")
     return vectors
 
 

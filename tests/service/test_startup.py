@@ -458,3 +458,14 @@ def test_the_default_number_of_threads_is_limited_to_the_cpus_of_the_container(
     monkeypatch.setattr(loading, "CPU_MAX", tmp_path / "cpu.max")
     monkeypatch.setattr("torch.get_num_threads", lambda: 8)
     assert num_threads(Settings(threads=asked)) == expected
+
+
+@pytest.mark.parametrize("setting", ["draft", "adapter", "lens", "vectors"])
+def test_a_named_file_that_does_not_exist_is_an_error_before_the_checkpoint_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    monkeypatch.setattr("service.loading.load_checkpoint", lambda *_, **__: pytest.fail("the checkpoint was loaded"))
+    missing = str(tmp_path / "missing")
+    value: Any = [f"own={missing}"] if setting == "adapter" else missing
+    with pytest.raises(ValueError, match="missing: no such"):
+        load_model(Settings(model="bundled", **{setting: value}))
