@@ -105,7 +105,7 @@ def add_routes(app: FastAPI, state: State) -> None:
     app.state.forwardscope = state
     install_error_handlers(app)
     # For the documentation. The gate checks the key.
-    protected = [] if state.settings.api_key is None else [Depends(API_KEY)]
+    protected = [Depends(API_KEY)] if state.settings.needs_api_key else []
     for route in (
         forward,
         logits,

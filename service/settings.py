@@ -112,9 +112,34 @@ def _check_api_key(key: SecretStr | None) -> SecretStr | None:
     if text is not None and (not text or text != text.strip() or not text.isprintable()):
         raise ValueError(
             "is empty, begins or ends with a space or a line end, or has a control character, so no HTTP header can "
-            "carry it; remove these characters (a file of a secret often ends with a line end)"
+            "carry it; remove these characters (a file of a secret often ends with a line end), or give the file as "
+            "--api-key-file"
         )
     return key
+
+
+def read_api_keys(path: Path) -> list[str]:
+    """The keys in a file, one a line, without empty lines and lines that begin with #.
+
+    Raises `ValueError`, without a key, if the file cannot be read, has none, or one that no request could send.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ValueError(f"{path} cannot be read: {reason}; give a text file with one API key a line") from None
+    if bad := [number for number, line in enumerate(lines, start=1) if not line.isprintable()]:
+        raise ValueError(f"{path}, line {bad[0]}: has a control character, so no HTTP header can carry it; remove it")
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ValueError(f"{path} has no API key; write one key a line")
+    return keys
+
+
+def _check_api_key_file(path: Path | None) -> Path | None:
+    if path is not None:
+        read_api_keys(path)
+    return path
 
 
 def _increase(value: str | float | None) -> float | None:
@@ -336,6 +361,11 @@ class Settings(BaseSettings):
         description="key that requests must send as 'Authorization: Bearer <key>' or 'x-api-key: <key>', except for "
         "health, metrics, docs and the page",
     )
+    api_key_file: Annotated[Path | None, AfterValidator(_check_api_key_file)] = Field(
+        None,
+        description="text file with keys that requests may send, one a line; a line that begins with # does not count. "
+        "The file is read again when it changes",
+    )
     strict_fields: bool = Field(
         False,
         description="refuse unknown fields on /v1/* and /infill with 422, as on all other routes; by default they are "
@@ -413,6 +443,11 @@ class Settings(BaseSettings):
                     f"{getattr(self, field)} is not implemented with --tensor-parallel {self.tensor_parallel}; leave "
                     "out one of the two options",
                 )
+
+    @property
+    def needs_api_key(self) -> bool:
+        """Whether requests need an API key."""
+        return self.api_key is not None or self.api_key_file is not None
 
     @property
     def adapters(self) -> dict[str, str]:

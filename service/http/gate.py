@@ -5,7 +5,6 @@ Then the body is read, within a deadline and a limit of memory.
 """
 
 import asyncio
-import hmac
 import re
 import time
 from collections import deque
@@ -15,6 +14,7 @@ from urllib.parse import quote
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.http.api_keys import ApiKeys
 from service.http.buffers import Buffers, Reservation
 from service.http.documentation import DOCUMENTATION_FILES, DOCUMENTATION_PATHS
 from service.http.errors import ApiError, ClientGone, ErrorResponse
@@ -50,7 +50,7 @@ class Gate:
         self._routes = routes
         self._buffers = buffers
         self._settings = settings
-        self._api_key = None if settings.api_key is None else settings.api_key.get_secret_value().encode()
+        self._api_keys = ApiKeys(settings)
         self._allowed_hosts = settings.host_names
         self._turnstile = Turnstile()
 
@@ -98,13 +98,13 @@ class Gate:
         raise ApiError(400, message, code="host_not_allowed")
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
-        """Raise 401 unless one of the headers that carry keys has the server's key."""
-        if self._api_key is None or path in PUBLIC_PATHS or path.startswith(PUBLIC_PREFIXES):
+        """Raise 401 unless one of the headers that carry keys has a key of the server."""
+        if not self._api_keys.is_needed or path in PUBLIC_PATHS or path.startswith(PUBLIC_PREFIXES):
             return
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         given = [headers[name] for name in KEY_HEADERS if name in headers]
         given += [bearer] if scheme.lower() == b"bearer" else []
-        if not any(hmac.compare_digest(each.strip(), self._api_key) for each in given):
+        if not self._api_keys.accept(each.strip() for each in given):
             message = "send the header 'Authorization: Bearer <key>' (or 'x-api-key: <key>') with the server's API key"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
@@ -116,7 +116,7 @@ class Gate:
         """
         if method not in STORING_METHODS or path.startswith(f"{RESPONSES_PATH}/"):
             return self._settings.max_body_bytes
-        if self._api_key is None:
+        if not self._api_keys.is_needed:
             message = f"{method} needs an API key, and this server has none; start it with --api-key"
             raise ApiError(403, message, code="api_key_required")
         return self._settings.max_vector_bytes

@@ -138,7 +138,7 @@ class DrainingServer(uvicorn.Server):
         """Log the address of the server, and its pages when it is ready."""
         logger.info("listening at %s", address)
         settings = self._state.settings
-        if settings.api_key is None and not settings.is_loopback:
+        if not settings.needs_api_key and not settings.is_loopback:
             logger.warning(
                 "everybody who can reach this machine may use the service: to change that, set FORWARDSCOPE_API_KEY or "
                 "listen with --host 127.0.0.1"

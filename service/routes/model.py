@@ -93,5 +93,5 @@ def capabilities(state: State, checkpoint: Checkpoint) -> Capabilities:
         adapters=bool(checkpoint.adapters),
         vectors=True,
         weights=state.ranks is None,
-        store_vectors=settings.api_key is not None and settings.max_vectors > 0,
+        store_vectors=settings.needs_api_key and settings.max_vectors > 0,
     )
