@@ -10,7 +10,7 @@ from fastapi import Depends, FastAPI
 from model import __version__
 from model.network.ranks import Ranks
 from service.http.cors import Cors
-from service.http.documentation import add_documentation
+from service.http.documentation import add_documentation, add_schema
 from service.http.errors import InternalErrors, install_error_handlers
 from service.http.gate import PAGE_PATH, Gate
 from service.http.openapi import API_KEY, error_answers
@@ -79,11 +79,13 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None,
         servers=[{"url": ".", "description": "this service"}],  # relative to openapi.json, so it works below any path
         lifespan=lifespan,
         redirect_slashes=False,
-        docs_url=None,  # the pages are those of `add_documentation`
+        openapi_url=None,  # these are added by `add_documentation` and `add_schema`
+        docs_url=None,
         redoc_url=None,
     )
     add_documentation(app)
     add_routes(app, state)
+    add_schema(app)
     if settings.page:
         files = PageFiles()
         app.add_route("/", files.index, include_in_schema=False)

@@ -230,7 +230,8 @@ def check_num_sequences(options: Options, state: State, num_prompts: int, kind: 
     num_runs = num_prompts + (1 if options.baseline else 0)
     num_sequences, limit = num_runs * options.n, settings.max_num_seqs + settings.max_waiting_requests
     if num_sequences > limit:
-        reason = f"{num_runs} {kind} with {options.n} choices each are more than the {limit} sequences"
+        choices = f" with {options.n} choices each" if options.n > 1 else ""
+        reason = f"{num_runs} {kind}{choices} are more than the {limit} sequences"
         name = "scales" if kind == "scales" else options.field_names.get("prompt", "prompt")
         raise invalid(name, f"{reason} that one request may have; send several requests")
 

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import CheckFunction, GenerationMode
 from schemathesis.core.result import Ok
 from schemathesis.specs.openapi.checks import positive_data_acceptance
+from starlette.testclient import TestClient
 
 from service.app import create_app
 from service.settings import Settings
@@ -139,3 +140,15 @@ def test_the_page_loads_nothing_from_other_servers(empty: Running) -> None:
     for link in links:
         assert not re.match(r"/|\w+:", link), link  # relative, so that the page also works below a path
         assert empty.get(f"/{link}").status_code == 200, link
+
+
+def test_the_schema_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody may ask for it, and encoding it stops all other clients for about 20 ms."""
+    app = create_app(Settings(model="none"))
+    monkeypatch.setattr("json.dumps", lambda *_, **__: pytest.fail("the schema was encoded again"))
+    response = TestClient(app, base_url="http://localhost").get(
+        "/openapi.json"
+    )  # without its lifespan, in which the model is loaded
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "application/json"
+    assert len(response.json()["paths"]) > 20
