@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from model.control_groups import read_limits
+
 MEMINFO = Path("/proc/meminfo")
 STATUS = Path("/proc/self/status")
-OWN_GROUPS = Path("/proc/self/cgroup")
-GROUPS = Path("/sys/fs/cgroup")
 LIMIT_FILES = (("memory.max", ""), ("memory.limit_in_bytes", "memory"))  # of versions 2 and 1, and their folders
 
 
@@ -42,20 +42,9 @@ def memory_of(device: torch.device) -> Memory | None:
 
 
 def group_limits() -> list[int]:
-    """The limits of the control groups of this process, and of the groups around them. "max" is no limit."""
-    try:
-        groups = [line.split(":", 2) for line in OWN_GROUPS.read_text().splitlines()]
-    except OSError:
-        return []
-    limits = []
-    for file, controller in LIMIT_FILES:
-        own = next((group[2] for group in groups if controller in group[1].split(",")), "/").strip("/")
-        place = GROUPS / controller / own
-        for folder in (place, *place.parents):  # in a container, only the root may be mounted
-            if folder.is_relative_to(GROUPS / controller) and (folder / file).exists():
-                text = (folder / file).read_text().strip()
-                limits += [int(text)] if text.isdecimal() else []
-    return limits
+    """The limits of the control groups of this process, in bytes. "max" is no limit."""
+    texts = [text for file, controller in LIMIT_FILES for text in read_limits(file, controller)]
+    return [int(text) for text in texts if text.isdecimal()]
 
 
 def _numbers(path: Path) -> dict[str, int]:

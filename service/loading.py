@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -17,6 +16,7 @@ from model.checkpoints.memory import Need, PlannedNetwork, require_memory
 from model.checkpoints.translators import Translators, find_translators, load_translators
 from model.checkpoints.vector_files import NamedVector, find_vectors, read_vectors
 from model.config import ModelConfig
+from model.control_groups import read_limits
 from model.device import find_device
 from model.engine.block_files import BlockFiles
 from model.engine.cache import bytes_of_token
@@ -41,7 +41,6 @@ from service.stored_prefixes import StoredPrefixes
 
 logger = logging.getLogger(__name__)
 # Two words: the CPU time per period ("max": no limit) and the length of the period, both in microseconds.
-CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 POPULATE_PAUSE_SECONDS = 0.1
 # Prompt tokens that fit into a step beside `max_num_seqs` sequences with one token each.
 CPU_PROMPT_TOKENS, CUDA_PROMPT_TOKENS = 512, 2048
@@ -94,15 +93,17 @@ async def set_up(state: State, checkpoint: Checkpoint, on_failure: Callable[[], 
 def num_threads(settings: Settings) -> int:
     """The number of threads for the network: that of the settings, or else torch's choice.
 
-    torch's choice is limited to the CPUs that a container may use (cgroup v2). With more threads, the system would stop
-    some of them while the others wait for their results.
+    torch's choice is limited to the CPUs that the control groups of this process (version 2) may use. With more
+    threads, the system would stop some of them while the others wait for their results.
     """
     if settings.threads is not None:
         return settings.threads
     chosen = torch.get_num_threads()
-    quota, _, period = CPU_MAX.read_text().strip().partition(" ") if CPU_MAX.exists() else ("max", "", "")
-    is_limited = quota.isdigit() and period.isdigit()
-    return max(1, min(chosen, int(quota) // int(period))) if is_limited else chosen
+    for limit in read_limits("cpu.max"):
+        quota, _, period = limit.partition(" ")
+        if quota.isdigit() and period.isdigit():
+            chosen = min(chosen, int(quota) // int(period))
+    return max(1, chosen)
 
 
 def set_num_threads(threads: int) -> None:

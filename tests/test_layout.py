@@ -25,7 +25,7 @@ LEVELS = (
     ("model.files", "model.progress", "model.memory", "model.device"),
     ("model.config",),
     ("model.command_line",),
-    ("model.errors", "model.choices", "model.server_address"),
+    ("model.errors", "model.choices", "model.server_address", "model.control_groups"),
 )
 SERVICE_LEVELS = (
     ("service.__main__",),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forwardscope import load
-from model import memory
+from model import control_groups, memory
 from model.checkpoints.families import translate
 from model.checkpoints.load import load_checkpoint, read_contents
 from model.checkpoints.locate import BUNDLED, locate
@@ -33,8 +33,13 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files of a machine with 1,000 kB, of which 600 kB are free and this process uses 100 kB."""
     (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nMemFree: 10 kB\nMemAvailable: 600 kB\nHugePages_Total: 0\n")
     (tmp_path / "status").write_text("Name:\tpython\nRssAnon:\t 100 kB\nThreads:\t1\n")
-    for name, file in (("MEMINFO", "meminfo"), ("STATUS", "status"), ("OWN_GROUPS", "cgroup"), ("GROUPS", "groups")):
-        monkeypatch.setattr(memory, name, tmp_path / file)
+    for module, name, file in (
+        (memory, "MEMINFO", "meminfo"),
+        (memory, "STATUS", "status"),
+        (control_groups, "OWN_GROUPS", "cgroup"),
+        (control_groups, "GROUPS", "groups"),
+    ):
+        monkeypatch.setattr(module, name, tmp_path / file)
     return tmp_path
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from service import loading
+from model import control_groups
 from service.__main__ import main
 from service.loading import POPULATE_PAUSE_SECONDS, load, load_model, num_threads, populate_cache
 from service.network_thread import NetworkThread
@@ -439,23 +439,29 @@ class TestProcess:
 
 
 @pytest.mark.parametrize(
-    ("limit", "asked", "expected"),
+    ("limits", "asked", "expected"),
     [
-        (None, None, 8),
-        ("max 100000\n", None, 8),
-        ("", None, 8),
-        ("1600000 100000\n", None, 8),
-        ("250000 100000\n", None, 2),
-        ("50000 100000\n", None, 1),
-        ("250000 100000\n", 5, 5),
+        ({}, None, 8),
+        ({"": "max 100000"}, None, 8),
+        ({"": ""}, None, 8),
+        ({"": "1600000 100000"}, None, 8),
+        ({"": "250000 100000"}, None, 2),
+        ({"": "50000 100000"}, None, 1),
+        ({"": "250000 100000"}, 5, 5),
+        ({"system.slice/own.service": "300000 100000"}, None, 3),
+        ({"system.slice": "300000 100000", "system.slice/own.service": "400000 100000"}, None, 3),
+        ({"other.slice": "300000 100000"}, None, 8),
     ],
 )
-def test_the_default_number_of_threads_is_limited_to_the_cpus_of_the_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, asked: int | None, expected: int
+def test_the_default_number_of_threads_is_limited_to_the_cpus_of_the_control_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, str], asked: int | None, expected: int
 ) -> None:
-    if limit is not None:
-        (tmp_path / "cpu.max").write_text(limit)
-    monkeypatch.setattr(loading, "CPU_MAX", tmp_path / "cpu.max")
+    (tmp_path / "own").write_text("0::/system.slice/own.service\n")
+    for group, limit in limits.items():
+        (tmp_path / "groups" / group).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / group / "cpu.max").write_text(f"{limit}\n")
+    monkeypatch.setattr(control_groups, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path / "groups")
     monkeypatch.setattr("torch.get_num_threads", lambda: 8)
     assert num_threads(Settings(threads=asked)) == expected
 
