@@ -87,7 +87,7 @@ from model.network.weight_views import WeightViews
 from model.text.tokenizer import Tokenizer, UnreadableText
 from model.tracing.hooks import HookContext, Hooks
 from model.tracing.predictions import predict
-from model.tracing.selection import Selection
+from model.tracing.selection import Selection, check_heads
 from model.tracing.stages import Stage, UnknownStage, select, sizes_of
 from model.tracing.tap import Chain, Tap
 
@@ -317,12 +317,14 @@ class LocalModel(Batches):
         if targets is not None and len(targets) != len(ids):
             raise InvalidField("targets", f"has {len(targets)} entries for {len(ids)} tokens")
         self._check_ids("targets", [each for each in targets or () if each is not None])
+        selected = select_stages(self.checkpoint.stages, stages)
         selection = Selection(
-            stages=select_stages(self.checkpoint.stages, stages),
+            stages=selected,
             detail="values",
             positions=check_indices("positions", positions, len(ids), "tokens"),
             heads=check_indices("heads", heads, config.num_heads, "heads"),
         )
+        check_heads(heads, selected)
         own_targets = [*ids[1:], None] if targets is None else list(targets)
         sizes = sizes_of(config, len(ids))
         adapted = self._network(adapter)

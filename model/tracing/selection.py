@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from model.errors import InvalidField
 from model.ops.interface import SummaryOps
 from model.ops.summary import Summary
 from model.ops.torch_ops import TORCH
@@ -19,6 +20,13 @@ from model.tracing.stages import Stage
 
 Detail = Literal["none", "summary", "values"]
 MAX_PENDING_BYTES = 1 << 22  # beyond it the pending stages are summarized, while the CPU's caches still hold them
+
+
+def check_heads(heads: Sequence[int] | None, stages: Iterable[Stage]) -> None:
+    """Raise `InvalidField` if heads are selected, but none of the selected stages has any."""
+    if heads is not None and not any({"head", "kv_head"}.intersection(stage.dims) for stage in stages):
+        reason = "none of the selected stages has heads; leave it out, or select a stage such as blocks.*.attn.z"
+        raise InvalidField("heads", reason)
 
 
 @dataclass(frozen=True, kw_only=True)

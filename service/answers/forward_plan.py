@@ -15,7 +15,7 @@ from model.worked_examples import WorkedExample
 from service.answers.budget import Budget, ResponseContents, pass_bytes
 from service.answers.edits import answer_bytes, check_baseline
 from service.answers.prompt_passes import PromptPlan
-from service.answers.prompts import check_ids, check_indices, find_positions, param_of
+from service.answers.prompts import check_ids, check_selected_heads, find_positions, param_of
 from service.answers.stage_answers import select_stages
 from service.answers.subject import Subject
 from service.http.encoding import Encoding
@@ -107,7 +107,7 @@ class ForwardPlanner:
         param = param_of("targets", index, self._is_list)
         targets = find_targets(self._targets[index], subject, prompt.ids, param)
         positions = None if body.positions is None else find_positions(body.positions, num_tokens, "positions")
-        check_indices(body.heads, sizes["head"], "heads", "heads")
+        check_selected_heads(body.heads, sizes["head"], self._stages)
         if body.top_k is not None and body.top_k > sizes["d_vocab"]:
             raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {sizes['d_vocab']} tokens")
         detail = "values" if self._as_safetensors and "detail" not in body.model_fields_set else body.detail

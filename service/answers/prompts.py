@@ -7,8 +7,10 @@ from functools import partial
 from forwardscope.local_results import describe_tokens
 from forwardscope.results.stages import PositionedToken
 from model.checkpoints.load import Checkpoint
-from model.errors import ContextOverflow, shortened
+from model.errors import ContextOverflow, InvalidField, shortened
 from model.text.tokenizer import TooManyTokens
+from model.tracing.selection import check_heads
+from model.tracing.stages import Stage
 from service.answers.call import ModelCall
 from service.http.disconnects import unless_disconnected
 from service.http.errors import invalid, invalid_field
@@ -101,6 +103,17 @@ def check_indices(indices: Sequence[int] | None, size: int, param: str, items: s
             raise invalid(f"{param}.{place}", reason, "out_of_range")
     if indices is not None and len(set(indices)) != len(indices):
         raise invalid(param, "has the same index twice", "duplicate")
+
+
+def check_selected_heads(
+    heads: Sequence[int] | None, num_heads: int, stages: Sequence[Stage], param: str = "heads"
+) -> None:
+    """Raise 400 for selected heads that do not exist, or that none of the selected stages has."""
+    check_indices(heads, num_heads, param, "heads")
+    try:
+        check_heads(heads, stages)
+    except InvalidField as error:
+        raise invalid(param, error.reason) from None
 
 
 def find_positions(

@@ -10,7 +10,7 @@ from model.engine.step_tracer import StepTrace
 from model.engine.trace_params import TraceParams
 from model.tracing.selection import Selection
 from model.tracing.stages import Stage
-from service.answers.prompts import check_indices, find_positions
+from service.answers.prompts import check_selected_heads, find_positions
 from service.answers.stage_answers import select_stages, stage_answer
 from service.http.encoding import Encoding
 from service.http.errors import invalid
@@ -40,7 +40,7 @@ def plan_trace(
         positions = find_positions(
             positions, num_prompt, "trace.positions", size=num_positions, items="computed positions"
         )
-    check_indices(body.heads, config.num_heads, "trace.heads", "heads")
+    check_selected_heads(body.heads, config.num_heads, stages, "trace.heads")
     if body.top_k is not None and body.top_k > config.vocab_size:
         raise invalid("trace.top_k", f"{body.top_k} is more than the vocabulary of {config.vocab_size} tokens")
     lens_top = min(DEFAULT_LENS_TOP, config.vocab_size) if body.top_k is None else body.top_k

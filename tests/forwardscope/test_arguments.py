@@ -134,6 +134,8 @@ def test_a_model_takes_an_integer_of_numpy_and_vectors_in_a_list(model: LocalMod
             call("a\ud800")
     with pytest.raises(ValueError, match=r"^heads: -1 is out of range; there are 8 heads"):
         model.run("a", heads=[-1])
+    with pytest.raises(ValueError, match=r"^heads: none of the selected stages has heads"):
+        model.run("a", "embed", heads=[0])
     with pytest.raises(InvalidArgument, match=r"^stride: 1\.5 is not an integer"):
         any_model.score_text("a b", stride=1.5)
     with pytest.raises(InvalidArgument, match=r"^hooks: \[.* is not a mapping from stages to functions"):

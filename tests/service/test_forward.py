@@ -245,6 +245,28 @@ class TestSelection:
         assert part["predictions"] == [rows[position] for position in positions or range(len(PROMPT))]
         assert part["loss"] == whole["loss"]
 
+    @pytest.mark.parametrize(
+        ("path", "param", "fields"),
+        [
+            ("/forward", "heads", {"stages": "*.resid_post", "heads": [0]}),
+            ("/generate", "trace.heads", {"trace": {"stages": ["embed"], "heads": [0]}}),
+            ("/generate", "trace.heads", {"trace": {"logit_lens": True, "heads": [0]}}),
+            ("/attribute", "heads", {"method": "gradient", "stages": ["*.mlp_out"], "heads": [0]}),
+            (
+                "/attribute",
+                "heads",
+                {"method": "patching", "stages": "*.resid_post", "heads": [0], "corrupted": PROMPT, "token": 1},
+            ),
+        ],
+    )
+    def test_heads_that_no_selected_stage_has_are_refused(
+        self, tiny: Running, path: str, param: str, fields: dict[str, Any]
+    ) -> None:
+        response = tiny.post(path, {"prompt": PROMPT} | fields)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param), error
+        assert "none of the selected stages has heads; leave it out" in error["message"]
+
 
 class TestPredictionsAndLoss:
     def test_predictions_are_the_most_likely_tokens_of_a_softmax_over_the_vocabulary(

@@ -18,7 +18,7 @@ from model.tracing.selection import Selection, StageCollector
 from model.tracing.stages import Stage, sizes_of
 from service.answers.attribution.gradient_jobs import Copied, answer_gradients, float_network_of
 from service.answers.attribution.question import Question, find_stages, read_target, second_prompt
-from service.answers.prompts import check_indices, find_positions, token_answers
+from service.answers.prompts import check_selected_heads, find_positions, token_answers
 from service.answers.stage_answers import effects_answer, stage_answer
 from service.http.attribute_schemas import AttributionPatchingRequest, GradientRequest, IntegratedGradientsRequest
 from service.http.errors import invalid
@@ -31,7 +31,7 @@ async def find_selection(
     config = question.checkpoint.model.config
     stages = await find_stages(question, differentiable_stages(config), body.stages)
     positions = None if body.positions is None else find_positions(body.positions, len(question.ids), "positions")
-    check_indices(body.heads, config.num_heads, "heads", "heads")
+    check_selected_heads(body.heads, config.num_heads, stages)
     return Selection(stages=stages, detail=detail, positions=positions, heads=body.heads)
 
 

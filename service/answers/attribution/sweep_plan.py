@@ -17,7 +17,7 @@ from service.answers.attribution.gradient_jobs import check_tokens
 from service.answers.attribution.question import Plans, Question, find_stages, read_logit, second_prompt
 from service.answers.budget import Budget
 from service.answers.edits import answer_bytes
-from service.answers.prompts import check_indices, find_positions
+from service.answers.prompts import check_selected_heads, find_positions
 from service.http.attribute_schemas import PatchingRequest
 from service.http.errors import ApiError, invalid
 from service.state import get_engine
@@ -67,7 +67,7 @@ async def find_sweep(body: PatchingRequest, question: Question) -> Sweep:
             raise invalid("stages", f"{stage.name} comes after the last block, so a patch of it explains nothing")
     receivers = await find_receivers(body, question, stages)
     positions = range(len(question.ids)) if body.positions is None else body.positions
-    check_indices(body.heads, config.num_heads, "heads", "heads")
+    check_selected_heads(body.heads, config.num_heads, stages)
     if len(set(body.by)) < len(body.by):
         raise invalid("by", "names the same axis twice", "duplicate")
     return Sweep(
