@@ -128,7 +128,6 @@ class StepGraphs:
         kind = Customization(stages, frozenset(each.kind.key for each in traced))
         if kind in self._unrecordable:
             return None
-        adapters = adapters if shape.adapted else None
         arguments = (sequences, max_blocks, self._memory, adapters, edits, traced, max_keys)
         try:
             graph = StepGraph(self._model, self._attention, *arguments)

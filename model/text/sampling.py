@@ -34,12 +34,13 @@ MAX_INT = 2**31 - 1  # far above any vocabulary, and exact as a float64, as whic
 
 
 class NoFiniteMaximum(ValueError):
-    """A token cannot be drawn from a row of logits."""
+    """A token cannot be drawn from a row of logits. If their largest one is -inf, every token is excluded."""
 
-    def __init__(self) -> None:
+    def __init__(self, largest: float) -> None:
         super().__init__(
             "the largest logit is not a finite number: a logit is NaN or infinite, or every token is excluded (-inf)"
         )
+        self.excludes_all = largest == -math.inf
 
 
 def check_int(name: str, value: object, low: int, high: int) -> None:
@@ -231,8 +232,8 @@ def sample(
     if any(sampler.changes_logits for sampler in samplers):
         logits, argmax = _adjust_logits(logits.float(), samplers, failures), None
     largest, indices = argmax or ops.argmax(logits, words)
-    token_ids = indices.tolist()
-    is_valid = [math.isfinite(value) for value in largest.tolist()]  # the largest value is NaN if any value is NaN
+    token_ids, maxima = indices.tolist(), largest.tolist()
+    is_valid = [math.isfinite(value) for value in maxima]  # the largest value is NaN if any value is NaN
     draws: list[Draw] = []
     for row, sampler in enumerate(samplers):
         if sampler.params.temperature > 0 and is_valid[row] and row not in failures:
@@ -249,7 +250,7 @@ def sample(
     results: list[int | Exception] = []
     for row, sampler in enumerate(samplers):
         if row in failures or not is_valid[row]:
-            results.append(failures.get(row) or NoFiniteMaximum())
+            results.append(failures.get(row) or NoFiniteMaximum(maxima[row]))
         else:
             sampler.append(token_ids[row])
             results.append(token_ids[row])

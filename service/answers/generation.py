@@ -107,13 +107,15 @@ class Generation:
     def _receive(self, output: Output, trace: orjson.Fragment | None) -> ChoiceOutput:
         """Find the choice of an output, and note its tokens and its end. The error of a failed choice is logged."""
         index = self._first_choice[output.request_id] + output.choice
-        if isinstance(output.error, NoFiniteMaximum) and self.edits[index // self.params.n] is not None:
-            reason = "the edited pass gives logits that are not finite; use smaller numbers"
-            output = replace(output, error=InvalidField("edits", reason))
-        if isinstance(output.error, NoFiniteMaximum) and (rules := self.params.sampling.rules):
-            field = "bad_words" if rules.banned else "min_tokens" if rules.min_tokens else "allowed_token_ids"
-            reason = "no token is left that could follow; exclude fewer, or leave out the grammar"
-            output = replace(output, error=InvalidField(field, reason))
+        if isinstance(output.error, NoFiniteMaximum):
+            rules = self.params.sampling.rules
+            if output.error.excludes_all and rules:
+                field = "bad_words" if rules.banned else "min_tokens" if rules.min_tokens else "allowed_token_ids"
+                reason = "no token is left that could follow; exclude fewer, or leave out the grammar"
+                output = replace(output, error=InvalidField(field, reason))
+            elif self.edits[index // self.params.n] is not None:
+                reason = "the edited pass gives logits that are not finite; use smaller numbers"
+                output = replace(output, error=InvalidField("edits", reason))
         if output.error is not None and not isinstance(output.error, (InvalidField, LostRank)):
             logger.error("generation %s failed", self.id, exc_info=output.error)
         if output.error is not None:

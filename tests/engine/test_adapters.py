@@ -260,6 +260,14 @@ class TestStages:
             assert shown
             assert not any(value.any() for value in shown)
 
+    def test_steps_that_decode_show_them_also_without_an_adapter(self) -> None:
+        model = served("llama")
+        stages = select(stages_of(model.config, adapters=True), ["*.lora_*"])
+        trace = TraceParams(selection=Selection(stages=stages))
+        steps = run(engine_of(model), ask("own", prompt(5), max_tokens=6, trace=trace))["own", 0].traces
+        assert len(steps) == 6
+        assert all([each.stage for each in step.stages] == stages for step in steps)
+
     def test_tracing_changes_no_bit(self) -> None:
         model = served("llama")
         trace = TraceParams(selection=Selection(stages=stages_of(model.config, adapters=True)))

@@ -86,3 +86,5 @@ def test_a_rule_that_cannot_be_followed_is_refused(
 def test_a_grammar_that_the_rules_contradict_ends_with_an_error_that_names_them(tiny: Running) -> None:
     body = BODY | {"structured_outputs": {"regex": "[ab]+"}, "allowed_token_ids": [7]}
     check_error(tiny.post("/generate", body), 400, "allowed_token_ids")
+    edit = {"stage": "blocks.0.attn_out", "op": "scale", "factor": 0.5}
+    check_error(tiny.post("/generate", body | {"edits": [edit]}), 400, "allowed_token_ids")
