@@ -106,8 +106,7 @@ def main() -> None:
     end_as_a_whole()
     with tempfile.TemporaryDirectory() as temporary:
         work = (arguments.work or Path(temporary)).resolve()
-        work.mkdir(parents=True, exist_ok=True)
-        prepare(arguments, work)
+        prepare(arguments.model, work)
         run(arguments, work)
 
 

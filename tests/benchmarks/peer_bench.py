@@ -63,7 +63,7 @@ class Bench:
         self._python = os.path.abspath(shutil.which(installed.peers_python) or installed.peers_python)
         self._vllm_python = os.path.abspath(shutil.which(installed.vllm_python) or installed.vllm_python)
         self._binaries = {"llama.cpp": installed.llama_cpp, "ik_llama.cpp": installed.ik_llama_cpp}
-        self._work = work
+        self.work = work
         config = json.loads((work / "checkpoint" / "config.json").read_text())
         self._cache_gib = str(cache_gib(config, slots * slot_tokens))
         self._environment = {
@@ -122,7 +122,7 @@ class Bench:
                 process.terminate()
 
     def _server(self, peer: Peer, port: int) -> list[str]:
-        model = str(self._work / peer.format)
+        model = str(self.work / peer.format)
         if peer.kind in LLAMA_KINDS:
             context = self._slots * self._slot_tokens
             size = ["-np", str(self._slots), "-c", str(context), "-t", str(self._threads), "-tb", str(self._threads)]
@@ -139,7 +139,7 @@ class Bench:
         return self._own(peer, *self._module("peer_servers", "serve", peer), "--port", str(port))
 
     def _module(self, module: str, command: str, peer: Peer) -> list[str]:
-        model = str(self._work / peer.format)
+        model = str(self.work / peer.format)
         return ["-m", f"tests.benchmarks.{module}", command, peer.kind, model, "--variant", peer.variant]
 
     def _own(self, peer: Peer, *arguments: str) -> list[str]:
@@ -155,7 +155,7 @@ class Bench:
             command = [*self._own(peer, *self._module("peer_servers", "measure", peer)), *peer.options]
             return dict(json.loads(self._output(command))["prefill"])
         lengths = ",".join(map(str, PREFILLS))
-        command = ["-m", str(self._work / peer.format), "-p", lengths, "-n", "0", "-r", "2", "-t", str(self._threads)]
+        command = ["-m", str(self.work / peer.format), "-p", lengths, "-n", "0", "-r", "2", "-t", str(self._threads)]
         found = json.loads(self._output([self._binary(peer, "llama-bench"), *command, "-o", "json"], whole=True))
         return {str(run["n_prompt"]): max(run["samples_ts"]) for run in found}
 
@@ -168,7 +168,7 @@ class Bench:
             if not results:
                 raise MissingError(f"peer_perplexity printed no perplexity; its last line is {lines[-1:]}")
             return float(json.loads(results[-1])["perplexity"])
-        command = ["-m", str(self._work / peer.format), "-f", str(text), "-c", str(window), "-b", str(window)]
+        command = ["-m", str(self.work / peer.format), "-f", str(text), "-c", str(window), "-b", str(window)]
         binary = self._binary(peer, "llama-perplexity")
         out = self._output([binary, *command, "-t", str(self._threads)], whole=True, with_log=True)
         found = re.search(r"Final estimate: PPL.* = ([0-9.]+) \+/-", out)
@@ -180,22 +180,22 @@ class Bench:
 
     def export(self, peer: Peer) -> None:
         """Convert the checkpoint to the format of the peer, unless an earlier run did."""
-        out = self._work / peer.format
+        out = self.work / peer.format
         if out.exists():
             return
         partial = out.with_name(f"partial-{out.name}")
-        source = self._work / "source.gguf"
+        source = self.work / "source.gguf"
         if peer.variant == "source":
             raise MissingError("--model is not a GGUF file")
         if peer.reads_gguf and (peer.variant != "f32" or source.exists()):
             if peer.variant != "f32":
                 self.export(PEERS["llama.cpp-f32"])
-                source = self._work / "f32.gguf"
+                source = self.work / "f32.gguf"
             quantize = self._binary(PEERS["llama.cpp-f32"], "llama-quantize")
             command = [quantize, "--allow-requantize", str(source), str(partial), peer.variant]
         else:
             kind = "gguf" if peer.reads_gguf else peer.format
-            paths = [str(self._work / "checkpoint"), str(partial)]
+            paths = [str(self.work / "checkpoint"), str(partial)]
             command = [self._python, "-m", "tests.benchmarks.peer_formats", kind, *paths]
         self._output(command)
         partial.rename(out)

@@ -30,13 +30,12 @@ def nats_of(logits: Any, ids: Sequence[int]) -> float:
 
 def score_ours(model: str, variant: str, threads: int, options: Sequence[str], windows: Windows) -> float:
     import torch
-    from pydantic_settings import CliApp
 
+    from service.commands.options import read_settings
     from service.loading import load_model
-    from service.settings import Settings
 
     torch.set_num_threads(threads)
-    checkpoint = load_model(CliApp.run(Settings, cli_args=["--model", model, "--threads", str(threads), *options]))
+    checkpoint = load_model(read_settings(["--model", model, "--threads", str(threads), *options]))
     assert checkpoint is not None
     with torch.inference_mode():
         return sum(nats_of(checkpoint.model(torch.tensor([ids]))[0], ids) for ids in windows)

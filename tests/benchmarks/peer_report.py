@@ -42,14 +42,16 @@ def figures(peer: Peer, shape: Shape, rounds: list[dict[str, Any]], machine: dic
     return found
 
 
-def row(name: str, found: dict[str, Any], scenarios: list[str]) -> list[str]:
+def row(name: str, found: dict[str, Any], scenarios: list[str], texts: list[str]) -> list[str]:
     def cell(value: dict[str, Any] | None) -> str:
         return f"{value['median']:.0f} ({value['min']:.0f}-{value['max']:.0f}) {value['share']:.0%}" if value else "-"
 
     ttft = [f"{found['S3']['ttft_p50_ms']['median']:.0f}"] if "S3" in scenarios else []
     speeds = [cell(found.get(key)) for key in (*scenarios, *(f"prefill_{num_in}" for num_in in PREFILLS))]
     agrees = "-" if found["agrees"] is None else f"{found['agrees']['min']:.0f} of {NUM_AGREE}"
-    return [name, found.get("perplexity_text", "-"), f"{found['ready_seconds']['median']:.1f}", agrees, *speeds, *ttft]
+    perplexities = (found.get("perplexity", {}).get(text) for text in texts)
+    own = [f"{each['value']:.3f} {each['increase']:+.2%}" if each else "-" for each in perplexities]
+    return [name, f"{found['ready_seconds']['median']:.1f}", agrees, *speeds, *ttft, *own]
 
 
 def write_table(rows: list[list[str]]) -> None:

@@ -1,8 +1,8 @@
 """Compare our engine with its peers, with the same weights, threads and prompts: their speed and their perplexity.
 
-    python -m tests.benchmarks.peers [--model FILE.gguf|DIRECTORY] [--text FILE] [--only NAME...] [--scenarios S1 S3]
-        [--rounds 3] [--threads 2] [--skip-prefill] [--work DIRECTORY] [--peers-python PYTHON] [--vllm-python PYTHON]
-        [--llama-cpp DIRECTORY] [--ik-llama-cpp DIRECTORY]
+    python -m tests.benchmarks.peers [--model FILE.gguf|DIRECTORY] [--text FILE...] [--second-model FILE.gguf]
+        [--only NAME...] [--scenarios S1 S3] [--rounds 3] [--threads 2] [--skip-prefill] [--work DIRECTORY]
+        [--peers-python PYTHON] [--vllm-python PYTHON] [--llama-cpp DIRECTORY] [--ik-llama-cpp DIRECTORY]
 
 Without `--model`, the weights are random, with the 123.6M Llama shape of articles/001. A model must be of the Llama
 family. Of a GGUF file, everyone gets the dequantized weights, and quantizes these again; only `ours-source` and
@@ -18,9 +18,10 @@ themselves, so drafts are right far more often than in real text. With `-target`
 milliseconds (`--target-itl-ms`), which is nearer to those of the peers. `agrees` counts the greedy tokens, of 16,
 before the first one that differs from our float32 network.
 
-Perplexity (with `--text`) is defined as in llama-perplexity, which measures llama.cpp and ik_llama.cpp: the text is
-divided into windows of `--window` tokens, and the second half of each window is scored, each token with all tokens of
-its window before it as context. peer_perplexity.py computes the same for the others, in process. The first
+Perplexity is measured of each `--text`, and of the first one also for `--second-model`, which may be the same model
+with its weights off the 4-bit grid. It is defined as in llama-perplexity, which measures llama.cpp and ik_llama.cpp:
+the text is divided into windows of `--window` tokens, and the second half of each window is scored, each token with all
+tokens of its window before it as context. peer_perplexity.py computes the same for the others, in process. The first
 `--text-bytes` bytes are used. The percentage is the increase over the same engine with float32 weights, in this run.
 
 Percentages of speeds are relative to the highest speed that the machine allows. Its limits are measured in the same
@@ -43,6 +44,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,52 +139,52 @@ def greedy_tokens(checkpoint: Path, prompt: list[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
-def prepare(arguments: argparse.Namespace, work: Path) -> None:
+def prepare(model: Path | None, work: Path) -> None:
     """Write the checkpoint that is converted for all peers, in Hugging Face layout with float32 weights."""
+    work.mkdir(parents=True, exist_ok=True)
     checkpoint = work / "checkpoint"
     if checkpoint.exists():
         return
     partial = work / "partial-checkpoint"
     shutil.rmtree(partial, ignore_errors=True)
-    if arguments.model is None:
+    if model is None:
         partial.mkdir()
         write_random_checkpoint(partial)
         write_dummy_tokenizer(partial)
-    elif arguments.model.is_dir():
-        partial.symlink_to(arguments.model.resolve())
+    elif model.is_dir():
+        partial.symlink_to(model.resolve())
     else:
-        paths = [str(arguments.model.resolve()), str(partial)]
+        paths = [str(model.resolve()), str(partial)]
         subprocess.run([sys.executable, "-m", "tests.benchmarks.peer_formats", "checkpoint", *paths], check=True)
         (work / "source.gguf").unlink(missing_ok=True)
-        (work / "source.gguf").symlink_to(arguments.model.resolve())
+        (work / "source.gguf").symlink_to(model.resolve())
     partial.rename(checkpoint)
 
 
 def add_perplexities(
-    bench: Bench, arguments: argparse.Namespace, work: Path, peers: dict[str, Any], missing: dict[str, str]
+    bench: Bench, arguments: argparse.Namespace, text: Path, name: str, peers: dict[str, Any], missing: dict[str, str]
 ) -> None:
-    """Measure the perplexity of each peer that was measured, and its increase over unquantized weights."""
-    text, windows = work / "text.txt", work / "windows.json"
-    content = arguments.text.read_bytes()[: arguments.text_bytes].decode(errors="ignore")
-    text.write_text(content)
-    write_windows(work / "checkpoint", content, arguments.window, windows)
+    """Measure the perplexity of each peer that was measured, and its increase over unquantized weights, as `name`."""
+    copy, windows = bench.work / "text.txt", bench.work / "windows.json"
+    content = text.read_bytes()[: arguments.text_bytes].decode(errors="ignore")
+    copy.write_text(content)
+    write_windows(bench.work / "checkpoint", content, arguments.window, windows)
     known: dict[str, float] = {}
 
-    def of(name: str) -> float:
-        if name not in known:
-            bench.export(PEERS[name])
-            known[name] = bench.perplexity(PEERS[name], text, windows, arguments.window)
-        return known[name]
+    def of(peer: str) -> float:
+        if peer not in known:
+            bench.export(PEERS[peer])
+            known[peer] = bench.perplexity(PEERS[peer], copy, windows, arguments.window)
+        return known[peer]
 
-    for name, found in peers.items():
-        own = name.removesuffix("-drafts").removesuffix("-target").removesuffix("-compiled")
+    for peer, found in peers.items():
+        own = peer.removesuffix("-drafts").removesuffix("-target").removesuffix("-compiled")
         try:
-            found["perplexity"] = of(own)
-            found["perplexity_text"] = f"{of(own):.3f}"
-            found["perplexity_increase"] = of(own) / of(reference_of(PEERS[own])) - 1
-            found["perplexity_text"] += f" {found['perplexity_increase']:+.2%}"
+            increase = of(own) / of(reference_of(PEERS[own])) - 1
         except MissingError as error:
-            missing[f"perplexity of {name}"] = f"{error}"
+            missing[f"perplexity of {peer}, {name}"] = f"{error}"
+            continue
+        found.setdefault("perplexity", {})[name] = {"value": of(own), "increase": increase}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -208,23 +210,28 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
     parser.add_argument("--skip-prefill", action="store_true", help="do not measure prompts alone")
-    parser.add_argument("--text", type=Path, help="measure the perplexity of this text")
+    parser.add_argument("--text", type=Path, nargs="+", default=[], help="measure the perplexity of these texts")
+    parser.add_argument(
+        "--second-model", type=Path, help="GGUF file whose perplexity is measured, too, as off the grid"
+    )
     parser.add_argument("--text-bytes", type=int, default=60_000, help="how many bytes of the text are used")
     parser.add_argument("--window", type=int, default=1024, help="tokens of one window of the text")
     arguments = parser.parse_args()
+    if arguments.second_model is not None and not arguments.text:
+        parser.error("--second-model is for perplexity, which needs --text")
     torch.set_num_threads(arguments.threads)
     end_as_a_whole()
     with tempfile.TemporaryDirectory() as temporary:
         work = (arguments.work or Path(temporary)).resolve()
-        work.mkdir(parents=True, exist_ok=True)
-        prepare(arguments, work)
+        prepare(arguments.model, work)
         run(arguments, work)
 
 
 def run(arguments: argparse.Namespace, work: Path) -> None:
     slots = max(SCENARIOS[name][0] for name in arguments.scenarios)
     slot_tokens = max(num_in + num_out for _, num_in, num_out in SCENARIOS.values())
-    bench = Bench(installed(arguments), work, threads=arguments.threads, slots=slots, slot_tokens=slot_tokens)
+    open_bench = partial(Bench, installed(arguments), threads=arguments.threads, slots=slots, slot_tokens=slot_tokens)
+    bench = open_bench(work)
     shape = Shape.read(work / "checkpoint")
     prompt = check_prompt(arguments, work / "checkpoint")
     expected = greedy_tokens(work / "checkpoint", prompt)
@@ -244,8 +251,11 @@ def run(arguments: argparse.Namespace, work: Path) -> None:
             sys.stderr.write(f"{one}\n")
     machine = {what: max(one[what] for one in machines) for what in machines[0]}
     peers = {name: figures(PEERS[name], shape, rounds[name], machine) for name in arguments.only if rounds[name]}
-    if arguments.text is not None:
-        add_perplexities(bench, arguments, work, peers, missing)
+    for text in arguments.text:
+        add_perplexities(bench, arguments, text, text.stem, peers, missing)
+    if arguments.second_model is not None:
+        prepare(arguments.second_model, work / "second")
+        add_perplexities(open_bench(work / "second"), arguments, arguments.text[0], "second model", peers, missing)
     report(arguments, bench, machine, peers, missing)
 
 
@@ -258,8 +268,9 @@ def report(
 ) -> None:
     speeds = [*arguments.scenarios, *(f"prefill {num_in}" for num_in in PREFILLS)]
     times = ["S3 TTFT ms"] if "S3" in arguments.scenarios else []
-    rows = [["tokens/s", "perplexity", "start s", "agrees", *speeds, *times]]
-    write_table(rows + [row(name, found, arguments.scenarios) for name, found in peers.items()])
+    texts = [text.stem for text in arguments.text] + ["second model"] * (arguments.second_model is not None)
+    rows = [["tokens/s", "start s", "agrees", *speeds, *times, *texts]]
+    write_table(rows + [row(name, found, arguments.scenarios, texts) for name, found in peers.items()])
     for name, reason in missing.items():
         sys.stdout.write(f"{name}: missing: {reason}\n")
     result = {
