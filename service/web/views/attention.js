@@ -9,7 +9,7 @@ import { percent } from "../format.js";
 import { readChoice, readIndex } from "../indices.js";
 import { placeName } from "../network/names.js";
 import { cached } from "../passes.js";
-import { term } from "../terms.js";
+import { note } from "../terms.js";
 import { View } from "../view.js";
 import { STAGES } from "./attention_head.js";
 import { AttentionMaps } from "./attention_maps.js";
@@ -56,18 +56,9 @@ export default class Attention extends View {
   #isChosen = false; // whether a head was chosen here since the last update
 
   build() {
-    const meaning = el(
-      "p",
-      { class: "faint" },
-      "Each picture is the ",
-      term("pattern"),
-      " of one ",
-      term("head"),
-      ": a row for each ",
-      term("query"),
-      ", a column for each ",
-      term("key"),
-      `. ${placeName(4, 2)} is head 2 of layer 4.`,
+    const meaning = note(
+      "Each picture is the {pattern} of one {head}: a row for each {query}, a column for each {key}. " +
+        `${placeName(4, 2)} is head 2 of layer 4.`,
     );
     const legend = el("p", { class: "legend" }, "Weight: ", barLegend("0 %", "100 %"), ".", this.#hatched);
     this.append(

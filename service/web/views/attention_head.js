@@ -6,7 +6,7 @@ import { barTable } from "../draw/bars.js";
 import "../draw/heat_map.js";
 import { percent, quoted, shown } from "../format.js";
 import { placeName } from "../network/names.js";
-import { term } from "../terms.js";
+import { note } from "../terms.js";
 import { TARGETS, TARGET_NAMES } from "./attention_ranking.js";
 
 /**
@@ -73,14 +73,9 @@ export class AttentionHead extends HTMLElement {
         el("button", { type: "button", dataset: { stage }, onclick: () => this.#change({ stage }) }, label),
       ),
     );
-    const meaning = el(
-      "p",
-      { class: "faint" },
-      "The pattern is the ",
-      term("softmax"),
-      " of the masked ",
-      term("score", "scores"),
-      ": each row adds up to 100 %. Click on a cell to keep its row.",
+    const meaning = note(
+      "The pattern is the {softmax} of the masked {score|scores}: each row adds up to 100 %. Click on a " +
+        "cell to keep its row.",
     );
     this.append(
       el(

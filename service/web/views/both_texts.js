@@ -2,7 +2,7 @@
 
 import { el } from "../dom.js";
 import { barLegend } from "../draw/bars.js";
-import { term } from "../terms.js";
+import { withTerms } from "../terms.js";
 import { firstDifference, switchedOff } from "./continuation.js";
 
 /**
@@ -20,12 +20,7 @@ export class BothTexts extends HTMLElement {
   #legend = el(
     "p",
     { class: "legend" },
-    term("probability", "Probability"),
-    " of the ",
-    term("token"),
-    " (",
-    term("greedy"),
-    "): ",
+    withTerms("{probability|Probability} of the {token} ({greedy}): "),
     barLegend("0 %", "100 %"),
   );
   #key = ""; // of the text without edits that is shown: other edits do not change it

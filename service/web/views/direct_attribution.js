@@ -5,7 +5,7 @@ import { barTable } from "../draw/bars.js";
 import "../draw/heat_map.js";
 import { number, shown } from "../format.js";
 import { placeName } from "../network/names.js";
-import { term } from "../terms.js";
+import { note } from "../terms.js";
 import { signed } from "./edit_words.js";
 
 /**
@@ -47,14 +47,9 @@ export class DirectAttribution extends HTMLElement {
       labelled("compared with (optional)", this.#fields.minus),
       el("button", { type: "submit" }, "Explain"),
     );
-    const meaning = el(
-      "p",
-      { class: "faint" },
-      "The ",
-      term("logit"),
-      " of a token is a sum of shares (direct ",
-      term("attribution"),
-      "). A share says what a part writes, not what would change without the part.",
+    const meaning = note(
+      "The {logit} of a token is a sum of shares (direct {attribution}). A share says what a part " +
+        "writes, not what would change without the part.",
     );
     this.append(
       el("h3", {}, "Which parts write a token, without edits?"),

@@ -5,6 +5,7 @@ import { el, labelled, select } from "../dom.js";
 import { percent, quoted, shown } from "../format.js";
 import { Pass } from "../network/pass.js";
 import { cached } from "../passes.js";
+import { note } from "../terms.js";
 import { View } from "../view.js";
 import "./forward_map.js";
 import { isOther, isPosition, readPosition } from "./positions.js";
@@ -55,9 +56,7 @@ export default class Forward extends View {
       { class: "scroll", tabindex: "0", role: "region", "aria-label": "Tokens of the prompt" },
       this.#tokens,
     );
-    const meaning = el(
-      "p",
-      { class: "faint" },
+    const meaning = note(
       "Rows are tokens, columns are numbers: blue is above zero, orange below. Open a card to read its numbers.",
     );
     const controls = el("div", { class: "row" }, this.#search, this.#position, meaning);

@@ -7,7 +7,7 @@ import { dataTable } from "../draw/data_table.js";
 import "../draw/token_strip.js";
 import { count, percent, quoted, shown } from "../format.js";
 import { SAMPLING, SamplingControls, eachSetting, nameAndValue, numeric } from "../sampling_controls.js";
-import { term } from "../terms.js";
+import { withTerms } from "../terms.js";
 import { View } from "../view.js";
 import { entryOf, firstDifference, readToken, switchedOff } from "./continuation.js";
 import { readEdits } from "./edit_words.js";
@@ -114,11 +114,7 @@ export default class GenerateView extends View {
       el(
         "p",
         { class: "faint" },
-        "Temperature 0 always gives the same text (",
-        term("greedy"),
-        "). Above 0, the ",
-        term("seed"),
-        " decides.",
+        withTerms("Temperature 0 always gives the same text ({greedy}). Above 0, the {seed} decides."),
         saidOff(model?.generation_defaults ?? {}),
       ),
       el(
@@ -136,10 +132,7 @@ export default class GenerateView extends View {
       el(
         "p",
         { class: "legend" },
-        term("probability", "Probability"),
-        " of the ",
-        term("token"),
-        " (temperature 1, all tokens): ",
+        withTerms("{probability|Probability} of the {token} (temperature 1, all tokens): "),
         barLegend("0 %", "100 %"),
       ),
       this.#table,

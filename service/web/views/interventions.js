@@ -6,7 +6,7 @@ import { el, findAll, labelled, select } from "../dom.js";
 import { placeName } from "../network/names.js";
 import { cached } from "../passes.js";
 import { otherPrompt, readPrompt } from "../prompts.js";
-import { term } from "../terms.js";
+import { note } from "../terms.js";
 import { View } from "../view.js";
 import "./both_texts.js";
 import "./direct_attribution.js";
@@ -63,20 +63,16 @@ export default class Interventions extends View {
   #isChecking = false; // whether the service is asked if it takes an edit
 
   build() {
-    const meaning = el(
-      "p",
-      { class: "faint" },
-      term("steering", "Steering"),
-      " adds what tells the two texts apart to the ",
-      term("residual"),
-      " in the middle of the network. At strength 1, this vector is as long as the stream at the end of the prompt.",
+    const meaning = note(
+      "{steering|Steering} adds what tells the two texts apart to the {residual} in the middle of the " +
+        "network. At strength 1, this vector is as long as the stream at the end of the prompt.",
     );
     const apply = el("button", { type: "button", onclick: () => this.#set(this.#json.value) }, "Apply the JSON");
     const json = el(
       "details",
       {},
       el("summary", {}, "Edits as JSON (all operations)"),
-      el("p", { class: "faint" }, "“steer” has the texts of a vector. It is for this page: requests do not have it."),
+      note("“steer” has the texts of a vector. It is for this page: requests do not have it."),
       this.#json,
       apply,
     );
@@ -84,15 +80,7 @@ export default class Interventions extends View {
       "details",
       {},
       el("summary", {}, "Other edits: switch off a part, multiply it, patch it"),
-      el(
-        "p",
-        { class: "faint" },
-        "An ",
-        term("ablation"),
-        " switches a part off, and ",
-        term("patching"),
-        " takes numbers from another prompt.",
-      ),
+      note("An {ablation} switches a part off, and {patching} takes numbers from another prompt."),
       this.#form,
       json,
     );

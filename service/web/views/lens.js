@@ -7,7 +7,7 @@ import { dataTable } from "../draw/data_table.js";
 import { count, percent, quoted, shown } from "../format.js";
 import { readChoice, readIndex } from "../indices.js";
 import { cached } from "../passes.js";
-import { term } from "../terms.js";
+import { note } from "../terms.js";
 import { View } from "../view.js";
 import { ofGeneration, ofPrompt, readEdits } from "./edit_words.js";
 import { chance, rowName, whereItWins } from "./lens_answers.js";
@@ -78,14 +78,9 @@ export default class Lens extends View {
   #shown;
 
   build() {
-    const meaning = el(
-      "p",
-      { class: "faint" },
-      "The ",
-      term("logit_lens"),
-      " reads the ",
-      term("residual"),
-      " after each layer as if it were the end. Each cell guesses the token after its column.",
+    const meaning = note(
+      "The {logit_lens} reads the {residual} after each layer as if it were the end. Each cell guesses " +
+        "the token after its column.",
     );
     this.#buildForm();
     this.append(
@@ -372,7 +367,7 @@ export default class Lens extends View {
       readEdits(this.#shown.state.edits).some(({ stage }) => BEHIND.test(stage)) &&
         " Edits of the last norm and of the logits are left out: the lens decodes the residuals before them.",
     ];
-    this.#legend.replaceChildren(...colours[cells], ...notes.filter((note) => note !== false));
+    this.#legend.replaceChildren(...colours[cells], ...notes.filter((each) => each !== false));
   }
 
   #showWords() {

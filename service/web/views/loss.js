@@ -7,7 +7,7 @@ import { dataTable } from "../draw/data_table.js";
 import "../draw/token_strip.js";
 import { number, percent, quoted, shown } from "../format.js";
 import { cached } from "../passes.js";
-import { term } from "../terms.js";
+import { note, term, withTerms } from "../terms.js";
 import { View } from "../view.js";
 import { isOther, isPosition, readPosition } from "./positions.js";
 
@@ -42,13 +42,10 @@ export default class Loss extends View {
   #key = "";
 
   build() {
-    const meaning = el(
-      "p",
-      { class: "faint" },
-      "The number below a token is its ",
-      term("loss"),
-      ": how badly the network predicted it from the tokens before it. Select one to see what was expected instead. " +
-        "In the view Forward pass, each loss stands one position earlier.",
+    const meaning = note(
+      "The number below a token is its {loss}: how badly the network predicted it from the tokens before " +
+        "it. Select one to see what was expected instead. In the view Forward pass, each loss stands one " +
+        "position earlier.",
     );
     this.#summary.append(el("h3", {}, "From losses to perplexity"), this.#formula, this.#table);
     const beside = el("div", { class: "beside" }, this.#one, this.#summary);
@@ -120,11 +117,10 @@ export default class Loss extends View {
       : "There is no loss: the network needs at least two tokens to predict one from another.";
     const total = known.reduce((sum, { loss }) => sum + loss, 0);
     this.#formula.replaceChildren(
-      "mean loss (",
-      term("cross_entropy"),
-      `) = ${number(total)} ÷ ${known.length} = ${number(mean)} · `,
-      term("perplexity"),
-      ` = e^${number(mean)} = ${number(perplexity)}`,
+      ...withTerms(
+        `mean loss ({cross_entropy}) = ${number(total)} ÷ ${known.length} = ${number(mean)} · {perplexity} ` +
+          `= e^${number(mean)} = ${number(perplexity)}`,
+      ),
     );
   }
 

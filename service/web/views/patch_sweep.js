@@ -7,7 +7,7 @@ import "../draw/heat_map.js";
 import { count, number, quoted, shown } from "../format.js";
 import { placeName } from "../network/names.js";
 import { cached } from "../passes.js";
-import { term } from "../terms.js";
+import { note } from "../terms.js";
 import { FieldMessage, isRefusal, messageOf } from "./field_message.js";
 
 /**
@@ -57,15 +57,10 @@ export class PatchSweep extends HTMLElement {
     if (this.childElementCount > 0) return;
     this.append(
       el("h3", {}, "Where is the difference of two prompts?"),
-      el(
-        "p",
-        { class: "faint" },
-        "Each cell is one ",
-        term("patching", "patch"),
-        " of the ",
-        term("residual"),
-        " before a layer, at one position, with the numbers of the other prompt. 0: the answer stays that of this " +
-          "prompt. 1: it becomes that of the other one. Edits are left out.",
+      note(
+        "Each cell is one {patching|patch} of the {residual} before a layer, at one position, with the " +
+          "numbers of the other prompt. 0: the answer stays that of this prompt. 1: it becomes that of the " +
+          "other one. Edits are left out.",
       ),
       this.#form,
       this.#status,

@@ -7,7 +7,7 @@ import { dataTable } from "../draw/data_table.js";
 import { tablePicture } from "../draw/table_picture.js";
 import { bytes, count, number, percent, quoted, shown } from "../format.js";
 import { cached } from "../passes.js";
-import { term } from "../terms.js";
+import { note } from "../terms.js";
 import { View } from "../view.js";
 
 /**
@@ -55,17 +55,10 @@ export default class Steps extends View {
   #table = dataTable(() => this.#tableOf(), "Show all steps as a table");
 
   build() {
-    const intro = el(
-      "p",
-      { class: "faint" },
-      term("prefill", "Prefill"),
-      " computes the prompt, usually in one step. Each ",
-      term("prefill", "decode"),
-      " step computes one token, and reads all earlier ones from the ",
-      term("kv_cache"),
-      ". The most likely token is always chosen (",
-      term("greedy"),
-      ").",
+    const intro = note(
+      "{prefill|Prefill} computes the prompt, usually in one step. Each {prefill|decode} step computes " +
+        "one token, and reads all earlier ones from the {kv_cache}. The most likely token is always chosen " +
+        "({greedy}).",
     );
     const controls = el(
       "div",

@@ -7,7 +7,7 @@ import { barTable } from "../draw/bars.js";
 import { count, number, percent, quoted, shown } from "../format.js";
 import { SamplingControls, eachSetting } from "../sampling_controls.js";
 import { distribution } from "../softmax.js";
-import { term } from "../terms.js";
+import { withTerms } from "../terms.js";
 
 /**
  * @import { Logprob } from "../answers.js"
@@ -57,15 +57,7 @@ export class TokenPanel {
           "div",
           {},
           el("h4", {}, "What if: other settings for this token"),
-          el(
-            "p",
-            {},
-            "The page computes ",
-            term("softmax"),
-            " from the ",
-            term("logit", "logits"),
-            "; the text above stays.",
-          ),
+          el("p", {}, withTerms("The page computes {softmax} from the {logit|logits}; the text above stays.")),
           this.#sliders.element,
           this.#why,
           this.#said,
