@@ -2,6 +2,7 @@
 
 import { el } from "../dom.js";
 import { percent } from "../format.js";
+import { legendBar } from "./colours.js";
 
 /** @import { Child } from "../dom.js" */
 
@@ -73,10 +74,10 @@ export function bar(share) {
 }
 
 /**
- * A legend for colours between two texts. The colours follow the theme, because they are those of the style sheet.
+ * A legend for colours between two texts.
  * @param {string} low
  * @param {string} high
  */
 export function barLegend(low, high) {
-  return el("span", { class: "legend-scale" }, low, " ", el("span", { class: "legend-bar sequential" }), " ", high);
+  return el("span", { class: "legend-scale" }, low, " ", legendBar("sequential"), " ", high);
 }

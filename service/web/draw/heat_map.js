@@ -2,7 +2,7 @@
 
 import { context2d, el } from "../dom.js";
 import { number } from "../format.js";
-import { colour, css, scaleOf, shareOf } from "./colours.js";
+import { legendBar, pixelColours, scaleOf, shareOf } from "./colours.js";
 import { dataTable } from "./data_table.js";
 import { placeAfter } from "./grid_keys.js";
 
@@ -23,6 +23,7 @@ const MIN_CELL = 2;
 const SQUARE = { cell: 48, picture: 560 }; // the largest cells of a small square map, and its size
 const LABEL_PIXELS = 12; // the height of a label
 const FONT = `${LABEL_PIXELS - 1}px system-ui, sans-serif`;
+const MASKED = 0x5a808080; // a pixel of a masked cell: grey, in part transparent
 const SLANT = Math.PI / 3; // the angle of the labels of columns
 
 /**
@@ -277,15 +278,12 @@ export class HeatMap extends HTMLElement {
 
   #showLegend() {
     const { scale, values, missing } = this.#data;
-    const bar = el("span", { class: "legend-bar" });
-    const stops = Array.from({ length: 9 }, (_, index) => css(colour(index / 8, scale.map)));
-    bar.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
     const isMasked = Array.prototype.some.call(values, (value) => value === null || !Number.isFinite(value));
     const [low, high] = scale.ends ?? [number(scale.low), number(scale.high)];
     this.#legend.replaceChildren(
       low,
       " ",
-      bar,
+      legendBar(scale.map),
       " ",
       high,
       isMasked ? el("span", {}, " ", el("span", { class: "legend-masked" }), ` ${missing}`) : "",
@@ -352,14 +350,13 @@ export function cells(values, rows, columns, scale) {
   const canvas = el("canvas", { width: columns, height: rows });
   const context = context2d(canvas);
   const image = context.createImageData(columns, rows);
-  const table = Array.from({ length: 256 }, (_, index) => colour(index / 255, scale.map));
+  const pixels = new Uint32Array(image.data.buffer);
+  const colours = pixelColours(scale.map);
   for (let index = 0; index < rows * columns; index++) {
     const value = values[index];
     const isMasked = value === null || !Number.isFinite(value);
-    const [red, green, blue] = isMasked
-      ? [128, 128, 128]
-      : table[Math.min(255, Math.max(0, Math.round(255 * shareOf(value, scale))))];
-    image.data.set([red, green, blue, isMasked ? 90 : 255], 4 * index);
+    const share = isMasked ? 0 : Math.round(255 * shareOf(value, scale));
+    pixels[index] = isMasked ? MASKED : colours[Math.min(255, Math.max(0, share))];
   }
   context.putImageData(image, 0, 0);
   return canvas;

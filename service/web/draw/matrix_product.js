@@ -2,7 +2,7 @@
 
 import { context2d, el } from "../dom.js";
 import { number } from "../format.js";
-import { colour, css, scaleOf } from "./colours.js";
+import { legendBar, scaleOf } from "./colours.js";
 import { dataTable } from "./data_table.js";
 import { placeAfter } from "./grid_keys.js";
 import { cells, cut, widest } from "./heat_map.js";
@@ -371,11 +371,8 @@ export class MatrixProduct extends HTMLElement {
 
   #showLegend() {
     const { scale, inputScale, outputScale, outputName } = this.#data;
-    const bar = el("span", { class: "legend-bar" });
-    const stops = Array.from({ length: 9 }, (_, index) => css(colour(index / 8, scale.map)));
-    bar.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
     const others = `the strongest colour of the input is ${number(inputScale.high)}, of the ${outputName} `;
-    const ends = [`weights ${number(scale.low)} `, bar, ` ${number(scale.high)}; `];
+    const ends = [`weights ${number(scale.low)} `, legendBar(scale.map), ` ${number(scale.high)}; `];
     this.#legend.replaceChildren(...ends, `${others}${number(outputScale.high)}`);
   }
 

@@ -3,7 +3,7 @@
 
 import { around, context2d, el, find, findAll } from "../dom.js";
 import { placeName } from "../network/names.js";
-import { colour } from "./colours.js";
+import { pixelColours } from "./colours.js";
 import { moveFocus, placeAfter } from "./grid_keys.js";
 
 /**
@@ -273,22 +273,9 @@ function paint(canvas, { size, values }) {
   canvas.width = canvas.height = size;
   const image = new ImageData(size, size);
   const words = new Uint32Array(image.data.buffer);
-  const table = colourWords();
-  for (let index = 0; index < words.length; index++) words[index] = table[values[index]];
+  const colours = pixelColours("sequential");
+  for (let index = 0; index < words.length; index++) words[index] = colours[values[index]];
   context2d(canvas).putImageData(image, 0, 0);
-}
-
-let kept = { key: "", table: new Uint32Array() };
-
-/** The 256 colours as the 32 bits of a pixel, in the order of bytes of this machine. */
-function colourWords() {
-  const key = colour(0).join();
-  if (kept.key !== key) {
-    const bytes = new Uint8Array(256 * 4);
-    for (let index = 0; index < 256; index++) bytes.set([...colour(index / 255), 255], 4 * index);
-    kept = { key, table: new Uint32Array(bytes.buffer) };
-  }
-  return kept.table;
 }
 
 customElements.define("pattern-grid", PatternGrid);

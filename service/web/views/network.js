@@ -3,6 +3,7 @@
 import { architectureOf, isWorkedExample } from "../articles.js";
 import { around, el, labelled, select } from "../dom.js";
 import { number, percent, quoted } from "../format.js";
+import { legendBar } from "../draw/colours.js";
 import { dataTable } from "../draw/data_table.js";
 import { editedName } from "../network/edit_signs.js";
 import { lineOf } from "../network/items.js";
@@ -577,11 +578,13 @@ export default class Network extends View {
     const pass = this.#drawn();
     const { low, high, isSigned } = pass.range(at);
     const [least, most] = pass.stages.has(at) ? [brief(low), brief(high)] : ["−", "+"];
-    const bar = (/** @type {string} */ kind) => el("span", { class: `legend-bar ${kind}`, "aria-hidden": "true" });
+    const [negative, positive] = [legendBar("diverging"), legendBar("diverging")];
+    negative.classList.add("half");
+    positive.classList.add("half", "positive");
     const isDiverging = isSigned || !pass.stages.has(at);
     const colours = isDiverging
-      ? [el("span", {}, `${least} `, bar("diverging")), " 0 ", el("span", {}, bar("diverging positive"), ` ${most}`)]
-      : [`${least} `, bar("sequential"), ` ${most}`];
+      ? [el("span", {}, `${least} `, negative), " 0 ", el("span", {}, positive, ` ${most}`)]
+      : [`${least} `, legendBar("sequential"), ` ${most}`];
     const isClipped = pass.stages.has(at) && !at.endsWith("pattern"); // the range is a high percentile
     const masked = pass.stages.get(at)?.hasKeys && [el("span", { class: "legend-masked" }), " masked"];
     this.#legend.replaceChildren(

@@ -1,7 +1,7 @@
 // The picture of a stage on its card: a row for each token, a column for each number, and the heads side by side.
 
 import { context2d, el } from "../dom.js";
-import { colour } from "../draw/colours.js";
+import { pixelColours } from "../draw/colours.js";
 import { number } from "../format.js";
 import { colourIndex, sizeOf } from "../network/strips.js";
 
@@ -115,10 +115,7 @@ function scaled({ left, top, width, height }, scale) {
 function paintTile(image, tile, head, stage, { pass, positions, chosen }) {
   const range = pass.range(stage.name);
   const pixels = new Uint32Array(image.data.buffer);
-  const dyes = Array.from({ length: 256 }, (_, index) => {
-    const [red, green, blue] = colour(index / 255, range.isSigned ? "diverging" : "sequential");
-    return (blue << 16) | (green << 8) | red;
-  });
+  const colours = pixelColours(range.isSigned ? "diverging" : "sequential");
   const { columns, heads, hasKeys } = stage;
   const isBar = columns * heads === 1;
   const longest = isBar ? Math.max(...positions.map((position) => sizeIn(stage, position))) || 1 : 1; // 1: no bars
@@ -139,7 +136,7 @@ function paintTile(image, tile, head, stage, { pass, positions, chosen }) {
       const isMasked = hasKeys && from > position && (value === 0 || !Number.isFinite(value));
       const isBeyondBar = isBar && x > (tile.width * Math.abs(value)) / longest;
       if (isMasked || isBeyondBar) continue;
-      const dye = dyes[isBar ? BAR : colourIndex(value, range)];
+      const dye = colours[isBar ? BAR : colourIndex(value, range)] & 0xffffff;
       pixels[(tile.top + y) * image.width + tile.left + x] = Number.isFinite(value) ? (opacity << 24) | dye : MASKED;
     }
   }
