@@ -68,6 +68,16 @@ function flat(children) {
 }
 
 /**
+ * A button that does something on the page. Those that submit a form are `el("button", { type: "submit" })`.
+ * @param {Child} label
+ * @param {() => unknown} act
+ * @param {Attributes} attributes
+ */
+export function actionButton(label, act, attributes = {}) {
+  return el("button", { type: "button", onclick: () => act(), ...attributes }, label);
+}
+
+/**
  * A labelled control: label text, then the control.
  * @param {string} text
  * @param {HTMLElement} control

@@ -1,7 +1,7 @@
 // What is shown, to copy and download: its text, the request as curl or Python, its answer as safetensors, pictures.
 
 import { hasKey, postBlob } from "./api.js";
-import { el } from "./dom.js";
+import { actionButton, el } from "./dom.js";
 import { asPng, asSvg } from "./draw/pictures.js";
 
 /**
@@ -183,7 +183,7 @@ export class ExportBar extends HTMLElement {
    * @param {() => unknown} act
    */
   #button(label, act) {
-    return el("button", { type: "button", onclick: () => Promise.resolve().then(act).catch(this.#report) }, label);
+    return actionButton(label, () => Promise.resolve().then(act).catch(this.#report));
   }
 
   /**

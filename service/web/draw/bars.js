@@ -1,10 +1,13 @@
 // Shares as horizontal bars in a table: a bar for each row, beside its texts.
 
 import { el } from "../dom.js";
-import { percent } from "../format.js";
+import { percent, shown } from "../format.js";
 import { legendBar } from "./colours.js";
 
-/** @import { Child } from "../dom.js" */
+/**
+ * @import { Prediction } from "../answers.js"
+ * @import { Child } from "../dom.js"
+ */
 
 /**
  * A table of bars. `columns`: headings; `rows`: {cells, shares, mark}: texts or elements, the lengths of the bars from
@@ -63,6 +66,24 @@ function barCell(shares, { low, size }) {
     low < 0 ? { class: "bar-cell signed", style: { backgroundPosition: `${place(0)} 0` } } : { class: "bar-cell" },
     bars,
   );
+}
+
+/**
+ * Likely tokens with their ids and probabilities.
+ * @param {string} caption
+ * @param {Prediction[]} top
+ * @param {number} [marked] the id of the token that stands out
+ */
+export function predictionTable(caption, top, marked) {
+  return barTable({
+    caption,
+    columns: ["token", "id", "probability"],
+    rows: top.map((each) => ({
+      cells: [shown(each), String(each.id), percent(each.probability)],
+      shares: [each.probability],
+      mark: each.id === marked,
+    })),
+  });
 }
 
 /**

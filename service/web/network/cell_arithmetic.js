@@ -1,6 +1,6 @@
 // <cell-arithmetic>: how one number was computed, with the numbers in the formula. Each leads to where it comes from.
 
-import { el } from "../dom.js";
+import { actionButton, el } from "../dom.js";
 import { count, number } from "../format.js";
 import { bar } from "../draw/bars.js";
 import { LISTED, MOST_TERMS, said } from "./arithmetic/explanation.js";
@@ -66,7 +66,7 @@ export class CellArithmetic extends HTMLElement {
     const text = Number.isFinite(value) ? said(value) : number(value);
     if (stage === undefined) return el("b", {}, text);
     const go = () => this.dispatchEvent(new CustomEvent("go", { detail: { stage, row, column } }));
-    return el("button", { type: "button", class: "num", title: `${stage}, position ${row}`, onclick: go }, text);
+    return actionButton(text, go, { class: "num", title: `${stage}, position ${row}` });
   }
 
   /** @param {Explanation} explanation */

@@ -1,6 +1,6 @@
 // One head in detail: its map with tokens on both axes, and what one token, the query, attends to.
 
-import { el, find, findAll } from "../dom.js";
+import { actionButton, el, find, findAll } from "../dom.js";
 import "../draw/arcs.js";
 import { barTable } from "../draw/bars.js";
 import "../draw/heat_map.js";
@@ -39,25 +39,17 @@ export class AttentionHead extends HTMLElement {
   #at = null;
   #frame = 0;
   #title = el("h3");
-  #ablate = el(
-    "button",
-    { type: "button", class: "small", onclick: () => this.dispatchEvent(new CustomEvent("ablate")) },
-    "Ablate this head",
-  );
+  #ablate = actionButton("Ablate this head", () => this.dispatchEvent(new CustomEvent("ablate")), { class: "small" });
   #answer = el("p", { class: "answer" });
   #stages = el("div", { class: "row", role: "group", "aria-label": "What the picture shows" });
   #note = el("p", { class: "faint" });
-  #trace = el(
-    "button",
-    {
-      type: "button",
-      class: "small",
-      onclick: () => {
-        const { position: query, key } = this.#shown;
-        this.dispatchEvent(new CustomEvent("trace", { detail: { query, key } }));
-      },
-    },
+  #trace = actionButton(
     "How this number comes about",
+    () => {
+      const { position: query, key } = this.#shown;
+      this.dispatchEvent(new CustomEvent("trace", { detail: { query, key } }));
+    },
+    { class: "small" },
   );
   #map = el("heat-map");
   #said = el("p", { class: "answer" });
@@ -70,7 +62,7 @@ export class AttentionHead extends HTMLElement {
     if (this.childElementCount > 0) return;
     this.#stages.append(
       ...Object.entries(STAGES).map(([stage, { label }]) =>
-        el("button", { type: "button", dataset: { stage }, onclick: () => this.#change({ stage }) }, label),
+        actionButton(label, () => this.#change({ stage }), { dataset: { stage } }),
       ),
     );
     const meaning = note(
@@ -256,10 +248,9 @@ export class AttentionHead extends HTMLElement {
       }),
       keys.length < 2 * NUM_KEYS
         ? ""
-        : el(
-            "button",
-            { type: "button", onclick: list(!this.#listsAll) },
+        : actionButton(
             this.#listsAll ? `Show the ${NUM_KEYS} strongest` : `Show all ${keys.length} keys`,
+            list(!this.#listsAll),
           ),
     );
   }

@@ -1,6 +1,6 @@
 // Which heads attend most to a kind of token, such as the previous one, or to one chosen token.
 
-import { el, findAll, labelled, select } from "../dom.js";
+import { actionButton, el, findAll, labelled, select } from "../dom.js";
 import { dataTable } from "../draw/data_table.js";
 import { percent, quoted, shown } from "../format.js";
 import { placeName } from "../network/names.js";
@@ -158,17 +158,10 @@ export class AttentionRanking extends HTMLElement {
    */
   #button(place, text) {
     const isShown = nameOf(place) === nameOf(this.#shown.chosen);
-    return el(
-      "button",
-      {
-        type: "button",
-        class: "small",
-        title: "Show this head",
-        dataset: { head: nameOf(place) },
-        "aria-pressed": String(isShown),
-        onclick: () => this.#send("choose", { layer: place.layer, head: place.head }),
-      },
+    return actionButton(
       `${nameOf(place)}: ${text}`,
+      () => this.#send("choose", { layer: place.layer, head: place.head }),
+      { class: "small", title: "Show this head", dataset: { head: nameOf(place) }, "aria-pressed": String(isShown) },
     );
   }
 

@@ -1,6 +1,6 @@
 // Which heads and feed-forward networks write a token: their shares in its logit, in the pass without edits.
 
-import { el, labelled } from "../dom.js";
+import { actionButton, el, labelled } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import "../draw/heat_map.js";
 import { number, shown } from "../format.js";
@@ -78,7 +78,7 @@ export class DirectAttribution extends HTMLElement {
         "span",
         {},
         "Did you mean ",
-        el("button", { type: "button", class: "small", onclick: choose }, `“${shown({ text })}”`),
+        actionButton(`“${shown({ text })}”`, choose, { class: "small" }),
         ` (id ${id}), with a space in front?`,
       );
     });
@@ -131,16 +131,10 @@ export class DirectAttribution extends HTMLElement {
     const size = Math.max(...[...largest, ...others].map(({ share }) => Math.abs(share))) || 1;
     const button = (/** @type {Part} */ { edit, name }) =>
       edit
-        ? el(
-            "button",
-            {
-              type: "button",
-              class: "small",
-              "aria-label": `Ablate ${name}`,
-              onclick: () => this.dispatchEvent(new CustomEvent("ablate", { detail: { edit } })),
-            },
-            "Ablate",
-          )
+        ? actionButton("Ablate", () => this.dispatchEvent(new CustomEvent("ablate", { detail: { edit } })), {
+            class: "small",
+            "aria-label": `Ablate ${name}`,
+          })
         : "";
     const rows = [...largest, ...others].map((part) => ({
       cells: [part.name, signed(part.share), button(part)],

@@ -1,6 +1,6 @@
 // The map of a network: the embeddings, the layers, and what follows them, with the residual stream as a line.
 
-import { el, find } from "../dom.js";
+import { actionButton, el, find } from "../dom.js";
 import { bar } from "../draw/bars.js";
 import { number, shown } from "../format.js";
 import { dataTable } from "../draw/data_table.js";
@@ -254,17 +254,11 @@ export class ForwardMap extends HTMLElement {
    */
   #layer(layer, names) {
     const id = `layer-${layer}`;
-    const button = el(
-      "button",
-      {
-        type: "button",
-        class: "layer-open",
-        "aria-expanded": "false",
-        "aria-controls": id,
-        onclick: () => this.#emit("layer", { layer }),
-      },
-      `Layer ${layer}`,
-    );
+    const button = actionButton(`Layer ${layer}`, () => this.#emit("layer", { layer }), {
+      class: "layer-open",
+      "aria-expanded": "false",
+      "aria-controls": id,
+    });
     const map = el(
       "div",
       { class: "layer-map", id, hidden: true },

@@ -1,7 +1,7 @@
 // Generate: the continuation of a prompt as a stream, each token coloured by its probability.
 
 import { ApiError, isAbort, postJson, postStream } from "../api.js";
-import { el, labelled } from "../dom.js";
+import { actionButton, el, labelled } from "../dom.js";
 import { barLegend } from "../draw/bars.js";
 import { dataTable } from "../draw/data_table.js";
 import "../draw/token_strip.js";
@@ -69,7 +69,7 @@ export default class GenerateView extends View {
   #seed = this.#box("seed", 0);
   #chat = this.#check("chat", { token: "" });
   #numbers = this.#check("numbers", {});
-  #stop = el("button", { type: "button", disabled: true, onclick: () => this.#run?.stopper.abort() }, "Stop");
+  #stop = actionButton("Stop", () => this.#run?.stopper.abort(), { disabled: true });
   #status = el("p", { class: "status-line", role: "status" });
   #notice = el("p", { role: "status", tabindex: "-1", hidden: true });
   #summary = el("summary", {});
@@ -106,7 +106,7 @@ export default class GenerateView extends View {
         { class: "row" },
         el("span", {}, labelled("Max tokens", this.#maxTokens), " ", this.#room),
         el("label", {}, "Seed ", this.#seed),
-        el("button", { type: "button", onclick: () => this.#newSeed() }, "New seed"),
+        actionButton("New seed", () => this.#newSeed()),
         this.#defaults(),
         this.#chatLabel,
         el("label", {}, this.#numbers, " Probabilities below the tokens"),

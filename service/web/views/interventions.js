@@ -2,7 +2,7 @@
 // what writes a token.
 
 import { ApiError, getJson } from "../api.js";
-import { el, findAll, labelled, select } from "../dom.js";
+import { actionButton, el, findAll, labelled, select } from "../dom.js";
 import { placeName } from "../network/names.js";
 import { cached } from "../passes.js";
 import { otherPrompt, readPrompt } from "../prompts.js";
@@ -67,7 +67,7 @@ export default class Interventions extends View {
       "{steering|Steering} adds what tells the two texts apart to the {residual} in the middle of the " +
         "network. At strength 1, this vector is as long as the stream at the end of the prompt.",
     );
-    const apply = el("button", { type: "button", onclick: () => this.#set(this.#json.value) }, "Apply the JSON");
+    const apply = actionButton("Apply the JSON", () => this.#set(this.#json.value));
     const json = el(
       "details",
       {},
@@ -290,12 +290,16 @@ export default class Interventions extends View {
         texts ? [`${steerName(texts)}, after `, this.#layer(edit, index, words)] : words,
         " ",
         this.#strength(edit, index, words),
-        el("button", { type: "button", class: "small", "aria-label": `Remove: ${words}`, onclick: remove }, "✕"),
+        actionButton("✕", remove, { class: "small", "aria-label": `Remove: ${words}` }),
       );
     });
     const all =
       this.#edits.length > 1
-        ? el("li", {}, el("button", { type: "button", class: "small", onclick: () => this.#set("[]") }, "Remove all"))
+        ? el(
+            "li",
+            {},
+            actionButton("Remove all", () => this.#set("[]"), { class: "small" }),
+          )
         : "";
     this.#chips.replaceChildren(
       ...(chips.length > 0 ? chips : [el("li", { class: "faint" }, "There are no edits yet.")]),

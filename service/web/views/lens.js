@@ -1,9 +1,9 @@
 // The view "Logit lens": what the network would predict after each layer, at each position.
 
-import { el, labelled, select } from "../dom.js";
-import { barLegend, barTable } from "../draw/bars.js";
+import { actionButton, el, labelled, select } from "../dom.js";
+import { barLegend, barTable, predictionTable } from "../draw/bars.js";
 import "../draw/cell_grid.js";
-import { dataTable } from "../draw/data_table.js";
+import { dataTable, pager } from "../draw/data_table.js";
 import { count, percent, quoted, shown } from "../format.js";
 import { readChoice, readIndex } from "../indices.js";
 import { cached } from "../passes.js";
@@ -182,7 +182,7 @@ export default class Lens extends View {
               "span",
               {},
               "Did you mean ",
-              el("button", { type: "button", class: "small", onclick: follow }, `“${shown(spaced)}”`),
+              actionButton(`“${shown(spaced)}”`, follow, { class: "small" }),
               ` (id ${spaced.id}), with a space in front? The grid has this token.`,
             ),
           ]
@@ -398,15 +398,7 @@ export default class Lens extends View {
       el(
         "div",
         { class: "beside" },
-        barTable({
-          caption: `The ${top.length} most likely tokens.`,
-          columns: ["token", "id", "probability"],
-          rows: top.map((each) => ({
-            cells: [shown(each), String(each.id), percent(each.probability)],
-            shares: [each.probability],
-            mark: each.id === token.id,
-          })),
-        }),
+        predictionTable(`The ${top.length} most likely tokens.`, top, token.id),
         el(
           "div",
           { class: "compact" },
@@ -425,28 +417,14 @@ export default class Lens extends View {
   }
 
   #showPager() {
-    const { first, size, answer } = this.#shown;
-    const shownSize = answer.layers[0].positions.length;
-    const go = (/** @type {number} */ from) => () =>
-      this.context.navigate({ from: String(from), pos: String(Math.min(size - 1, from + this.#window - 1)) });
+    const { first, size } = this.#shown;
+    const go = (/** @type {number} */ to) => {
+      const from = Math.min(to, size - this.#window);
+      return this.context.navigate({ from: String(from), pos: String(from + this.#window - 1) });
+    };
     this.#pager.hidden = size <= this.#window;
-    this.#pager.replaceChildren(
-      el(
-        "button",
-        { type: "button", disabled: first === 0, onclick: go(Math.max(0, first - this.#window)) },
-        "Earlier positions",
-      ),
-      `positions ${first} to ${first + shownSize - 1} of ${size}`,
-      el(
-        "button",
-        {
-          type: "button",
-          disabled: first + this.#window >= size,
-          onclick: go(Math.min(size - this.#window, first + this.#window)),
-        },
-        "Later positions",
-      ),
-    );
+    const page = { from: first, size: this.#window, total: size };
+    this.#pager.replaceChildren(...pager("positions", page, go));
   }
 
   #tableOf() {

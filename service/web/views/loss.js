@@ -2,7 +2,7 @@
 
 import { ARTICLES, isWorkedExample } from "../articles.js";
 import { el } from "../dom.js";
-import { barLegend, barTable } from "../draw/bars.js";
+import { barLegend, predictionTable } from "../draw/bars.js";
 import { dataTable } from "../draw/data_table.js";
 import "../draw/token_strip.js";
 import { number, percent, quoted, shown } from "../format.js";
@@ -152,15 +152,11 @@ export default class Loss extends View {
         `loss = −ln p = −ln ${number(probability)} = ${number(loss)}: ${quoted(token)} had a probability of ` +
           `${percent(probability)}. ${verdict}`,
       ),
-      barTable({
-        caption: `What the network expected at position ${position} (temperature 1, whole vocabulary)`,
-        columns: ["token", "id", "probability"],
-        rows: guesses.map((each) => ({
-          cells: [shown(each), String(each.id), percent(each.probability)],
-          shares: [each.probability],
-          mark: each.id === token.id,
-        })),
-      }),
+      predictionTable(
+        `What the network expected at position ${position} (temperature 1, whole vocabulary)`,
+        guesses,
+        token.id,
+      ),
     );
   }
 

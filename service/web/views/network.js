@@ -1,7 +1,7 @@
 // The view "Network": the whole network as one picture of a pass, which can be zoomed down to each number.
 
 import { architectureOf, isWorkedExample } from "../articles.js";
-import { around, el, labelled, select } from "../dom.js";
+import { actionButton, around, el, labelled, select } from "../dom.js";
 import { number, percent, quoted } from "../format.js";
 import { legendBar } from "../draw/colours.js";
 import { dataTable } from "../draw/data_table.js";
@@ -62,8 +62,8 @@ export default class Network extends View {
     onchange: ({ target }) => this.context.navigate({ show: /** @type {any} */ (target).checked ? "change" : "" }),
   });
   #switch = el("label", { hidden: true }, this.#showsChange, " Show the change");
-  #start = el("button", { type: "button", class: "main", onclick: () => this.#begin("") }, LESSONS[""]?.title);
-  #why = el("button", { type: "button", class: "small", onclick: () => this.#go(Infinity, "") }, "Why?");
+  #start = actionButton(LESSONS[""]?.title, () => this.#begin(""), { class: "main" });
+  #why = actionButton("Why?", () => this.#go(Infinity, ""), { class: "small" });
   #articles = select({ onchange: ({ target }) => this.#begin(target.value) }, [["", "Read an article here"]], "");
   #lessons = el("span", { class: "row lessons" }, this.#start, this.#articles);
   #card = el("tour-card", { hidden: true });
@@ -431,7 +431,7 @@ export default class Network extends View {
     if (stage === undefined) return;
     const place = { layer: String(explained.place.layer), head: String(head), stage };
     const go = () => this.context.navigate({ view: "attention", ...place, pos: String(row), key: String(within) });
-    this.#cell.append(el("button", { type: "button", class: "small", onclick: go }, "Show in the view Attention"));
+    this.#cell.append(actionButton("Show in the view Attention", go, { class: "small" }));
   }
 
   /** Read what is in sight and not here, then draw it. */
@@ -550,7 +550,7 @@ export default class Network extends View {
     this.#trail.replaceChildren(
       ...steps.map(({ text, changes }) => {
         const go = () => this.context.navigate(changes);
-        return el("li", {}, el("button", { type: "button", class: "small", onclick: go }, text));
+        return el("li", {}, actionButton(text, go, { class: "small" }));
       }),
       el("li", {}, el("span", { "aria-current": "location" }, last?.text ?? "")),
     );

@@ -1,7 +1,7 @@
 // Patch every position at every layer, one after the other: where does the network keep what tells two prompts apart?
 
 import { isAbort, postStream } from "../api.js";
-import { el, labelled } from "../dom.js";
+import { actionButton, el, labelled } from "../dom.js";
 import { scaleOf } from "../draw/colours.js";
 import "../draw/heat_map.js";
 import { count, number, quoted, shown } from "../format.js";
@@ -35,7 +35,7 @@ const SMALL = 0.05; // a smaller negative share has the colour of 0
  */
 export class PatchSweep extends HTMLElement {
   #other = el("input", { name: "other", spellcheck: "false", autocomplete: "off" });
-  #stop = el("button", { type: "button", hidden: true, onclick: () => this.#sweep?.stopper.abort() }, "Stop");
+  #stop = actionButton("Stop", () => this.#sweep?.stopper.abort(), { hidden: true });
   #form = el(
     "form",
     { class: "row", "aria-label": "Try every layer and position" },
@@ -212,10 +212,8 @@ export class PatchSweep extends HTMLElement {
         `Before ${placeName(layer)} at position ${position}, ${swapped(here[position], there[position])}: ` +
           `share ${number(shareOf(found, value))}, difference of the logits ${number(value)}.`,
       ),
-      el(
-        "button",
-        { type: "button", onclick: () => this.dispatchEvent(new CustomEvent("add", { detail: { edit } })) },
-        "Add this patch to the edits",
+      actionButton("Add this patch to the edits", () =>
+        this.dispatchEvent(new CustomEvent("add", { detail: { edit } })),
       ),
     );
   }

@@ -1,6 +1,6 @@
 // One stage that an article prints: the printed numbers beside the computed ones.
 
-import { el } from "../dom.js";
+import { actionButton, el } from "../dom.js";
 import { number, shown } from "../format.js";
 
 /**
@@ -44,11 +44,11 @@ export function signed(value) {
 export function printedStage({ entry, stage, slips, place, isOpen, onToggle }) {
   const id = `printed-${boxes++}`;
   const { published } = stage;
-  const button = el(
-    "button",
-    { type: "button", class: "stage-open", "aria-expanded": String(isOpen), "aria-controls": id, onclick: onToggle },
-    entry.label,
-  );
+  const button = actionButton(entry.label, onToggle, {
+    class: "stage-open",
+    "aria-expanded": String(isOpen),
+    "aria-controls": id,
+  });
   const what = published.squared ? " (the article prints the square of this stage)" : "";
   const head = el(
     "tr",

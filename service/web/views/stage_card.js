@@ -1,7 +1,7 @@
 // One stage of a forward pass on the map: its name, shape, formula and picture, and its figures and values when opened.
 
 import { decode } from "../api.js";
-import { el, find, labelled, select } from "../dom.js";
+import { actionButton, el, find, labelled, select } from "../dom.js";
 import "../draw/heat_map.js";
 import { number, percent, shown } from "../format.js";
 import { axesInWords, shapeInWords } from "../stages.js";
@@ -46,11 +46,11 @@ export class StageCard extends HTMLElement {
       { id, class: "stage-body", role: "group", "aria-label": `${label}: ${name}`, hidden: true },
       el("p", { class: "row" }, el("code", { class: "stage-name" }, name), this.#figures),
     );
-    this.#button = el(
-      "button",
-      { type: "button", class: "stage-open", "aria-expanded": "false", "aria-controls": id, onclick: open },
-      shortLabel(stage),
-    );
+    this.#button = actionButton(shortLabel(stage), open, {
+      class: "stage-open",
+      "aria-expanded": "false",
+      "aria-controls": id,
+    });
     this.#picture = el(isPrediction(name) ? "ol" : "stage-picture", { class: "stage-picture", onclick: open });
     const front = el(
       "div",

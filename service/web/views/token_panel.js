@@ -2,7 +2,7 @@
 // there.
 
 import { postTensors } from "../api.js";
-import { el } from "../dom.js";
+import { actionButton, el } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import { count, number, percent, quoted, shown } from "../format.js";
 import { SamplingControls, eachSetting } from "../sampling_controls.js";
@@ -161,17 +161,11 @@ export class TokenPanel {
 
   /** @param {Logprob} entry */
   #continueButton(entry) {
-    return el(
-      "button",
-      {
-        type: "button",
-        class: "small",
-        onclick: () => this.#onContinue(entry),
-        "aria-label": `Continue from this token instead: ${quoted(entry)}`,
-        title: `Continue from this token instead: ${quoted(entry)}`,
-      },
-      "Continue",
-    );
+    return actionButton("Continue", () => this.#onContinue(entry), {
+      class: "small",
+      "aria-label": `Continue from this token instead: ${quoted(entry)}`,
+      title: `Continue from this token instead: ${quoted(entry)}`,
+    });
   }
 }
 

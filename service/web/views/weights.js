@@ -2,7 +2,7 @@
 
 import { getJson } from "../api.js";
 import { architectureOf, isWorkedExample } from "../articles.js";
-import { el, labelled, select } from "../dom.js";
+import { actionButton, el, labelled, select } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import "../draw/heat_map.js";
 import { steadyScale } from "../draw/matrix_product.js";
@@ -368,10 +368,7 @@ export default class Weights extends View {
       caption: at === LOGITS ? "The largest logits of the prompt's tokens" : `The largest numbers of the ${word}`,
       columns: [nameOf(outputs), word],
       rows: most.map((index) => ({
-        cells: [
-          el("button", { type: "button", class: "num", onclick: () => this.#choose(index) }, nameOfCell(index)),
-          number(results[index]),
-        ],
+        cells: [actionButton(nameOfCell(index), () => this.#choose(index), { class: "num" }), number(results[index])],
         shares: [results[index] / size],
         mark: index === cell,
       })),

@@ -1,7 +1,7 @@
 // The view "Worked examples": the numbers that three articles print, beside those that the service computes.
 
 import { ARTICLES } from "../articles.js";
-import { el, find, findAll } from "../dom.js";
+import { actionButton, el, find, findAll } from "../dom.js";
 import { number } from "../format.js";
 import { cached } from "../passes.js";
 import { describe } from "../stages.js";
@@ -181,11 +181,9 @@ export default class WorkedExamples extends View {
       differing.length === 0
         ? ""
         : ` ${following} of the ${differing.length} others differ only because of earlier numbers.`;
-    const show = el(
-      "button",
-      { type: "button", class: "small", onclick: () => this.#slips.focus() },
-      slips.length === 1 ? "Show it" : "Show them",
-    );
+    const show = actionButton(slips.length === 1 ? "Show it" : "Show them", () => this.#slips.focus(), {
+      class: "small",
+    });
     this.#about.replaceChildren(
       el("p", { class: "answer" }, el("strong", {}, `${lookWrong(slips.length)}.`), " ", slips.length > 0 ? show : ""),
       el(
