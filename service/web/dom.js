@@ -110,6 +110,16 @@ export function context2d(canvas) {
 }
 
 /**
+ * Tell who listens to an element that something has happened: an event with a detail.
+ * @param {HTMLElement} element
+ * @param {string} type
+ * @param {unknown} [detail]
+ */
+export function emit(element, type, detail) {
+  element.dispatchEvent(new CustomEvent(type, { detail }));
+}
+
+/**
  * The element inside another one that a selector finds. It must be there.
  * @template {string} Selector
  * @param {ParentNode} root

@@ -1,6 +1,6 @@
 // The tokens of a prompt in a line, with arcs from one of them, the query, to the tokens that it attends to. In SVG.
 
-import { el, svg } from "../dom.js";
+import { el, emit, svg } from "../dom.js";
 import { percent } from "../format.js";
 import { colour, css } from "./colours.js";
 
@@ -127,7 +127,7 @@ export class AttentionArcs extends HTMLElement {
         id: `arc-token-${position}`,
         "aria-selected": String(isQuery),
         class: "arc-token",
-        onclick: () => this.#choose(position),
+        onclick: () => emit(this, "query", { position }),
         onpointerenter: (event) => event.pointerType === "mouse" && this.#point(position),
       },
       svg("title", {}, said), // also the name for screen readers
@@ -153,16 +153,11 @@ export class AttentionArcs extends HTMLElement {
     );
   }
 
-  /** @param {number} position */
-  #choose(position) {
-    this.dispatchEvent(new CustomEvent("query", { detail: { position } }));
-  }
-
   /** @param {number | null} position */
   #point(position) {
     if (position === this.#pointed || this.querySelectorAll(".arc-token").length < this.#shown.labels.length) return;
     this.#pointed = position;
-    this.dispatchEvent(new CustomEvent("point", { detail: { position } }));
+    emit(this, "point", { position });
   }
 
   /** @param {KeyboardEvent} event */
@@ -172,7 +167,7 @@ export class AttentionArcs extends HTMLElement {
     const places = { ArrowLeft: query - 1, ArrowRight: query + 1, Home: 0, End: labels.length - 1 };
     if (!(event.key in places)) return;
     event.preventDefault();
-    this.#choose(Math.min(Math.max(places[event.key], 0), labels.length - 1));
+    emit(this, "query", { position: Math.min(Math.max(places[event.key], 0), labels.length - 1) });
   }
 }
 

@@ -1,6 +1,6 @@
 // A grid of short texts on colours, with a heading for each row and column. One tab stop: the arrow keys move inside.
 
-import { around, el, findAll, svg } from "../dom.js";
+import { around, el, emit, findAll, svg } from "../dom.js";
 import { colour, css, textOn } from "./colours.js";
 import { moveFocus, placeAfter } from "./grid_keys.js";
 
@@ -194,7 +194,7 @@ export class CellGrid extends HTMLElement {
 
   /** @param {HTMLElement | null} cell */
   #choose(cell) {
-    if (cell) this.dispatchEvent(new CustomEvent("choose", { detail: placeOf(cell) }));
+    if (cell) emit(this, "choose", placeOf(cell));
   }
 
   /** @param {KeyboardEvent} event */

@@ -1,6 +1,6 @@
 // A matrix as a heat map on a canvas: labelled rows and columns, the value under the pointer, a legend, and a table.
 
-import { context2d, el } from "../dom.js";
+import { context2d, el, emit } from "../dom.js";
 import { number } from "../format.js";
 import { legendBar, pixelColours, scaleOf, shareOf } from "./colours.js";
 import { dataTable } from "./data_table.js";
@@ -226,7 +226,7 @@ export class HeatMap extends HTMLElement {
     if (shown?.row === this.#at?.row && shown?.column === this.#at?.column && cell) return;
     this.#at = shown;
     this.#showValue();
-    this.dispatchEvent(new CustomEvent("cell", { detail: cell && { ...cell, value: this.#valueOf(cell) } }));
+    emit(this, "cell", cell && { ...cell, value: this.#valueOf(cell) });
   }
 
   /**
@@ -242,7 +242,7 @@ export class HeatMap extends HTMLElement {
 
   /** @param {Place} cell */
   #choose(cell) {
-    this.dispatchEvent(new CustomEvent("choose", { detail: { ...cell, value: this.#valueOf(cell) } }));
+    emit(this, "choose", { ...cell, value: this.#valueOf(cell) });
   }
 
   /** @param {KeyboardEvent} event */

@@ -1,6 +1,6 @@
 // A product of a vector with a matrix as a picture: the input above the columns, the result beside the rows.
 
-import { context2d, el } from "../dom.js";
+import { context2d, el, emit } from "../dom.js";
 import { number } from "../format.js";
 import { legendBar, scaleOf } from "./colours.js";
 import { dataTable } from "./data_table.js";
@@ -354,7 +354,7 @@ export class MatrixProduct extends HTMLElement {
   /** @param {Place} place */
   #choose(place) {
     this.#move(place);
-    if (place.row !== null) this.dispatchEvent(new CustomEvent("choose", { detail: { row: place.row } }));
+    if (place.row !== null) emit(this, "choose", { row: place.row });
   }
 
   /** @param {KeyboardEvent} event */

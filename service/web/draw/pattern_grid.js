@@ -1,7 +1,7 @@
 // A grid of small attention patterns: a row for each layer, a column for each head. It knows nothing about requests: it
 // says which rows can be seen, and its owner gives it their patterns.
 
-import { around, context2d, el, find, findAll } from "../dom.js";
+import { around, context2d, el, emit, find, findAll } from "../dom.js";
 import { placeName } from "../network/names.js";
 import { pixelColours } from "./colours.js";
 import { moveFocus, placeAfter } from "./grid_keys.js";
@@ -186,7 +186,7 @@ export class PatternGrid extends HTMLElement {
         "aria-selected": "false",
         "aria-label": placeName(layer, head),
         dataset: { layer, head },
-        onclick: () => this.#choose({ layer, head }),
+        onclick: () => emit(this, "choose", { layer, head }),
       },
       canvas,
     );
@@ -199,7 +199,7 @@ export class PatternGrid extends HTMLElement {
         const layers = entries
           .filter((entry) => entry.isIntersecting)
           .map(({ target }) => Number(target.getAttribute("data-layer")));
-        if (layers.length > 0) this.dispatchEvent(new CustomEvent("visible", { detail: layers }));
+        if (layers.length > 0) emit(this, "visible", layers);
       },
       { rootMargin: `${AHEAD}px` },
     );
@@ -215,15 +215,10 @@ export class PatternGrid extends HTMLElement {
     return this.#cells[layer]?.[head];
   }
 
-  /** @param {Place} place */
-  #choose(place) {
-    this.dispatchEvent(new CustomEvent("choose", { detail: place }));
-  }
-
   /** @param {HTMLElement | null} cell */
   #point(cell) {
     const detail = cell && { layer: Number(cell.dataset.layer), head: Number(cell.dataset.head) };
-    this.dispatchEvent(new CustomEvent("point", { detail }));
+    emit(this, "point", detail);
   }
 
   /** @param {KeyboardEvent} event */
@@ -233,7 +228,7 @@ export class PatternGrid extends HTMLElement {
     const [layer, head] = [Number(cell.dataset.layer), Number(cell.dataset.head)];
     const place = placeAfter(event.key, layer, head, this.#heads);
     const next = place && this.#cells[place[0]]?.[place[1]];
-    if (event.key === "Enter" || event.key === " ") this.#choose({ layer, head });
+    if (event.key === "Enter" || event.key === " ") emit(this, "choose", { layer, head });
     else if (next) moveFocus(cell, next);
     else if (!place) return;
     event.preventDefault();

@@ -1,6 +1,6 @@
 // Tokens in reading order, each on a colour. One tab stop: the arrow keys move, Enter chooses.
 
-import { around, el, svg } from "../dom.js";
+import { around, el, emit, svg } from "../dom.js";
 import { shown } from "../format.js";
 import { colour, css, textOn } from "./colours.js";
 
@@ -125,7 +125,7 @@ export class TokenStrip extends HTMLElement {
   #choose(index) {
     if (!this.#entries[index]) return;
     this.#moveTo(index);
-    this.dispatchEvent(new CustomEvent("choose", { detail: { index } }));
+    emit(this, "choose", { index });
   }
 
   /** @param {KeyboardEvent} event */

@@ -1,6 +1,6 @@
 // <cell-arithmetic>: how one number was computed, with the numbers in the formula. Each leads to where it comes from.
 
-import { actionButton, el } from "../dom.js";
+import { actionButton, el, emit } from "../dom.js";
 import { count, number } from "../format.js";
 import { bar } from "../draw/bars.js";
 import { LISTED, MOST_TERMS, said } from "./arithmetic/explanation.js";
@@ -65,7 +65,7 @@ export class CellArithmetic extends HTMLElement {
     const { value, stage, row, column } = part;
     const text = Number.isFinite(value) ? said(value) : number(value);
     if (stage === undefined) return el("b", {}, text);
-    const go = () => this.dispatchEvent(new CustomEvent("go", { detail: { stage, row, column } }));
+    const go = () => emit(this, "go", { stage, row, column });
     return actionButton(text, go, { class: "num", title: `${stage}, position ${row}` });
   }
 

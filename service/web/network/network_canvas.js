@@ -1,7 +1,7 @@
 // <network-canvas>: the picture of the network, with pointer and keys. It says what is chosen and what is in sight, and
 // its owner reads the numbers.
 
-import { el } from "../dom.js";
+import { el, emit } from "../dom.js";
 import { shown } from "../format.js";
 import { Layout } from "./layout.js";
 import { Motion } from "./motion.js";
@@ -257,12 +257,12 @@ export class NetworkCanvas extends HTMLElement {
     this.#scene.pointed = spot;
     cancelAnimationFrame(this.#mark);
     this.#mark = requestAnimationFrame(() => this.#drawMark());
-    this.dispatchEvent(new CustomEvent("point", { detail: { spot } }));
+    emit(this, "point", { spot });
   }
 
   #settled() {
     clearTimeout(this.#settle);
-    this.#settle = setTimeout(() => this.dispatchEvent(new CustomEvent("settle")), SETTLE_MILLISECONDS);
+    this.#settle = setTimeout(() => emit(this, "settle"), SETTLE_MILLISECONDS);
   }
 
   #resize() {

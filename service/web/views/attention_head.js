@@ -1,6 +1,6 @@
 // One head in detail: its map with tokens on both axes, and what one token, the query, attends to.
 
-import { actionButton, el, find, findAll } from "../dom.js";
+import { actionButton, el, emit, find, findAll } from "../dom.js";
 import "../draw/arcs.js";
 import { barTable } from "../draw/bars.js";
 import "../draw/heat_map.js";
@@ -39,7 +39,7 @@ export class AttentionHead extends HTMLElement {
   #at = null;
   #frame = 0;
   #title = el("h3");
-  #ablate = actionButton("Ablate this head", () => this.dispatchEvent(new CustomEvent("ablate")), { class: "small" });
+  #ablate = actionButton("Ablate this head", () => emit(this, "ablate"), { class: "small" });
   #answer = el("p", { class: "answer" });
   #stages = el("div", { class: "row", role: "group", "aria-label": "What the picture shows" });
   #note = el("p", { class: "faint" });
@@ -47,7 +47,7 @@ export class AttentionHead extends HTMLElement {
     "How this number comes about",
     () => {
       const { position: query, key } = this.#shown;
-      this.dispatchEvent(new CustomEvent("trace", { detail: { query, key } }));
+      emit(this, "trace", { query, key });
     },
     { class: "small" },
   );
@@ -62,7 +62,7 @@ export class AttentionHead extends HTMLElement {
     if (this.childElementCount > 0) return;
     this.#stages.append(
       ...Object.entries(STAGES).map(([stage, { label }]) =>
-        actionButton(label, () => this.#change({ stage }), { dataset: { stage } }),
+        actionButton(label, () => emit(this, "change", { stage }), { dataset: { stage } }),
       ),
     );
     const meaning = note(
@@ -91,12 +91,12 @@ export class AttentionHead extends HTMLElement {
     );
     this.#map.addEventListener("cell", ({ detail }) => this.#point(detail && this.#positionOf(detail.row)));
     this.#map.addEventListener("choose", ({ detail }) =>
-      this.#change({ pos: String(this.#positionOf(detail.row)), key: String(this.#positionOf(detail.column)) }),
+      emit(this, "change", { pos: String(this.#positionOf(detail.row)), key: String(this.#positionOf(detail.column)) }),
     );
     this.#arcs.addEventListener("point", ({ detail }) => this.#point(detail.position));
     this.#arcs.addEventListener("query", ({ detail: { position } }) => {
       // what is shown may be pointed at
-      if (position !== this.#shown.position) this.#change({ pos: String(position), key: "" });
+      if (position !== this.#shown.position) emit(this, "change", { pos: String(position), key: "" });
     });
   }
 
@@ -138,11 +138,6 @@ export class AttentionHead extends HTMLElement {
       { name: `layer ${this.#shown.layer} head ${this.#shown.head}`, element: this.#map },
       { name: "arcs", element: this.#arcs.picture() },
     ];
-  }
-
-  /** @param {Record<string, string>} detail */
-  #change(detail) {
-    this.dispatchEvent(new CustomEvent("change", { detail }));
   }
 
   #describe() {

@@ -1,6 +1,6 @@
 // Which heads and feed-forward networks write a token: their shares in its logit, in the pass without edits.
 
-import { actionButton, el, labelled } from "../dom.js";
+import { actionButton, el, emit, labelled } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import "../draw/heat_map.js";
 import { number, shown } from "../format.js";
@@ -119,7 +119,7 @@ export class DirectAttribution extends HTMLElement {
 
   #explain() {
     const { token, minus } = this.#fields;
-    this.dispatchEvent(new CustomEvent("explain", { detail: { explain: token.value, minus: minus.value } }));
+    emit(this, "explain", { explain: token.value, minus: minus.value });
   }
 
   /**
@@ -131,7 +131,7 @@ export class DirectAttribution extends HTMLElement {
     const size = Math.max(...[...largest, ...others].map(({ share }) => Math.abs(share))) || 1;
     const button = (/** @type {Part} */ { edit, name }) =>
       edit
-        ? actionButton("Ablate", () => this.dispatchEvent(new CustomEvent("ablate", { detail: { edit } })), {
+        ? actionButton("Ablate", () => emit(this, "ablate", { edit }), {
             class: "small",
             "aria-label": `Ablate ${name}`,
           })

@@ -1,6 +1,6 @@
 // The form that adds an edit: what to do, with which part of which layer, at which positions.
 
-import { el, labelled, select } from "../dom.js";
+import { el, emit, labelled, select } from "../dom.js";
 import { shown } from "../format.js";
 import { cached } from "../passes.js";
 import { PARTS, indicesOf, readPositions } from "./edit_words.js";
@@ -132,7 +132,7 @@ export class EditForm extends HTMLElement {
       event.preventDefault();
       this.#message.clear();
       try {
-        this.dispatchEvent(new CustomEvent("add", { detail: { edit: this.#read() } }));
+        emit(this, "add", { edit: this.#read() });
       } catch (error) {
         this.#show(messageOf(error), error instanceof FieldError ? error.field : null);
       }

@@ -1,6 +1,6 @@
 // The map of a network: the embeddings, the layers, and what follows them, with the residual stream as a line.
 
-import { actionButton, el, find } from "../dom.js";
+import { actionButton, el, emit, find } from "../dom.js";
 import { bar } from "../draw/bars.js";
 import { number, shown } from "../format.js";
 import { dataTable } from "../draw/data_table.js";
@@ -78,7 +78,7 @@ export class ForwardMap extends HTMLElement {
       if (isIntersecting) this.#sight.add(stage.name);
       else this.#sight.delete(stage.name);
     }
-    if (entries.some(({ isIntersecting }) => isIntersecting)) this.#emit("sight", {});
+    if (entries.some(({ isIntersecting }) => isIntersecting)) emit(this, "sight");
   }
 
   /** The stages whose cards are in sight, of those that have a picture. */
@@ -227,16 +227,8 @@ export class ForwardMap extends HTMLElement {
    * @param {"head" | "position"} name
    */
   #passOn(element, name) {
-    element.addEventListener(name, (event) => event instanceof CustomEvent && this.#emit(name, event.detail));
+    element.addEventListener(name, (event) => event instanceof CustomEvent && emit(this, name, event.detail));
     return element;
-  }
-
-  /**
-   * @param {"layer" | "stage" | "head" | "position" | "sight"} name
-   * @param {object} detail
-   */
-  #emit(name, detail) {
-    this.dispatchEvent(new CustomEvent(name, { detail }));
   }
 
   /**
@@ -254,7 +246,7 @@ export class ForwardMap extends HTMLElement {
    */
   #layer(layer, names) {
     const id = `layer-${layer}`;
-    const button = actionButton(`Layer ${layer}`, () => this.#emit("layer", { layer }), {
+    const button = actionButton(`Layer ${layer}`, () => emit(this, "layer", { layer }), {
       class: "layer-open",
       "aria-expanded": "false",
       "aria-controls": id,
@@ -303,7 +295,7 @@ export class ForwardMap extends HTMLElement {
       stages.map((stage, index) => {
         const heading = title && index === 0 ? el("h4", {}, id ? term(id, title) : title) : null;
         const card = new StageCard(stage, heading);
-        card.addEventListener("open", () => this.#emit("stage", { name: stage.name }));
+        card.addEventListener("open", () => emit(this, "stage", { name: stage.name }));
         this.#cards.set(stage.name, card);
         return card;
       }),

@@ -1,6 +1,6 @@
 // The most likely next tokens after each position of a prompt: a row of tokens to choose from, and a table of bars.
 
-import { el } from "../dom.js";
+import { el, emit } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import "../draw/token_strip.js";
 import { number, percent, quoted, shown } from "../format.js";
@@ -19,9 +19,7 @@ export class NextTokens extends HTMLElement {
     const note =
       "Below each token: the probability of the most likely token after it. Select one to see what comes next.";
     this.append(el("p", { class: "faint" }, note), this.#strip, this.#said, this.#table);
-    this.#strip.addEventListener("choose", ({ detail }) =>
-      this.dispatchEvent(new CustomEvent("position", { detail: { position: detail.index } })),
-    );
+    this.#strip.addEventListener("choose", ({ detail }) => emit(this, "position", { position: detail.index }));
   }
 
   /** @param {{ tokens: Token[], predictions: PositionPredictions[], position: number }} place */

@@ -1,7 +1,7 @@
 // Patch every position at every layer, one after the other: where does the network keep what tells two prompts apart?
 
 import { isAbort, postStream } from "../api.js";
-import { actionButton, el, labelled } from "../dom.js";
+import { actionButton, el, emit, labelled } from "../dom.js";
 import { scaleOf } from "../draw/colours.js";
 import "../draw/heat_map.js";
 import { count, number, quoted, shown } from "../format.js";
@@ -71,7 +71,7 @@ export class PatchSweep extends HTMLElement {
       event.preventDefault();
       this.#end(); // the same sweep again, if it was stopped
       if (this.#other.value === "") return this.#message.show("Write a text.", this.#form, this.#other);
-      return this.dispatchEvent(new CustomEvent("sweep", { detail: { other: this.#other.value } }));
+      return emit(this, "sweep", { other: this.#other.value });
     });
     this.#map.addEventListener("choose", ({ detail }) => this.#choose(detail.row, detail.column));
   }
@@ -212,9 +212,7 @@ export class PatchSweep extends HTMLElement {
         `Before ${placeName(layer)} at position ${position}, ${swapped(here[position], there[position])}: ` +
           `share ${number(shareOf(found, value))}, difference of the logits ${number(value)}.`,
       ),
-      actionButton("Add this patch to the edits", () =>
-        this.dispatchEvent(new CustomEvent("add", { detail: { edit } })),
-      ),
+      actionButton("Add this patch to the edits", () => emit(this, "add", { edit })),
     );
   }
 }

@@ -1,7 +1,7 @@
 // One stage of a forward pass on the map: its name, shape, formula and picture, and its figures and values when opened.
 
 import { decode } from "../api.js";
-import { actionButton, el, find, labelled, select } from "../dom.js";
+import { actionButton, el, emit, find, labelled, select } from "../dom.js";
 import "../draw/heat_map.js";
 import { number, percent, shown } from "../format.js";
 import { axesInWords, shapeInWords } from "../stages.js";
@@ -234,8 +234,7 @@ export class StageValues extends HTMLElement {
    * @param {number} numHeads
    */
   #selectHead(head, numHeads) {
-    const choose = (/** @type {string} */ chosen) =>
-      this.dispatchEvent(new CustomEvent("head", { detail: { head: chosen } }));
+    const choose = (/** @type {string} */ chosen) => emit(this, "head", { head: chosen });
     return select({ onchange: ({ target }) => choose(target.value) }, [...Array(numHeads).keys()], head);
   }
 }

@@ -1,6 +1,6 @@
 // A search box that finds a stage of the forward pass by its name, and leads to it.
 
-import { el, labelled } from "../dom.js";
+import { el, emit, labelled } from "../dom.js";
 import { TERMS } from "../terms_list.js";
 import { isFound } from "../words.js";
 
@@ -62,7 +62,7 @@ export class StageSearch extends HTMLElement {
       this.#said.textContent =
         `“${query}” fits ${found.length} stages. This is ${stage.name}. ` +
         `For another one, choose from the list${withLayer(query, stage, found.at(-1))}.`;
-    if (stage) this.dispatchEvent(new CustomEvent("go", { detail: { stage } }));
+    if (stage) emit(this, "go", { stage });
   }
 }
 
