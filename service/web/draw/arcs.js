@@ -3,6 +3,7 @@
 import { el, emit, svg } from "../dom.js";
 import { percent } from "../format.js";
 import { colour, css } from "./colours.js";
+import { DrawnElement } from "./drawn_element.js";
 
 /**
  * @typedef {{ labels: string[], weights: Float32Array, query: number }} Shown
@@ -28,24 +29,15 @@ const LEAST = 0.01; // weights below have no arc
  * a token, and null when it leaves. In a line that leaves tokens out, the mouse points at none, because another query
  * would move the tokens below it.
  */
-export class AttentionArcs extends HTMLElement {
+export class AttentionArcs extends DrawnElement {
   /** @type {Shown} */
   #shown;
   /** @type {number | null} the token below the mouse */
   #pointed = null;
   #note = el("p", { class: "faint" });
-  #width = 0; // of the room for which the picture was drawn
-  #redraw = () => this.#shown && this.#draw();
-  #resized = new ResizeObserver(() => this.clientWidth > 0 && this.clientWidth !== this.#width && this.#redraw());
 
-  connectedCallback() {
-    addEventListener("themechange", this.#redraw);
-    this.#resized.observe(this);
-  }
-
-  disconnectedCallback() {
-    removeEventListener("themechange", this.#redraw);
-    this.#resized.disconnect();
+  redraw() {
+    if (this.#shown) this.#draw();
   }
 
   /** @param {Shown} shown */
@@ -60,8 +52,7 @@ export class AttentionArcs extends HTMLElement {
 
   #draw() {
     const { labels, weights, query } = this.#shown;
-    this.#width = this.clientWidth;
-    const places = placesIn(this.#width || 700, labels, weights, query);
+    const places = placesIn(this.clientWidth || 700, labels, weights, query);
     const [{ upright }] = places;
     const width = Math.ceil(endOf(places));
     const from = places.find(({ position }) => position === query)?.x ?? 0; // the query is always drawn

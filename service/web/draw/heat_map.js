@@ -4,6 +4,7 @@ import { context2d, el, emit } from "../dom.js";
 import { number } from "../format.js";
 import { legendBar, pixelColours, scaleOf, shareOf } from "./colours.js";
 import { dataTable } from "./data_table.js";
+import { DrawnElement } from "./drawn_element.js";
 import { placeAfter } from "./grid_keys.js";
 
 /**
@@ -37,7 +38,7 @@ const SLANT = Math.PI / 3; // the angle of the labels of columns
  * Events: "cell", with detail {row, column, value} (or null), when the pointer or the keyboard moves to a cell;
  * "choose", when a cell is clicked or Enter is pressed.
  */
-export class HeatMap extends HTMLElement {
+export class HeatMap extends DrawnElement {
   /** @type {Data & Look} */
   #data;
   /** @type {Place | null} the cell under the pointer or the keyboard */
@@ -55,7 +56,6 @@ export class HeatMap extends HTMLElement {
   /** @type {number | null} */
   #framedRow = null;
   #table = dataTable(() => this.#tableOf());
-  #redraw = () => this.#data && this.#draw();
 
   /** @param {Data & Partial<Look>} data */
   set data(data) {
@@ -116,19 +116,11 @@ export class HeatMap extends HTMLElement {
     return this.#canvas;
   }
 
-  connectedCallback() {
-    if (this.childElementCount === 0) this.#build();
-    addEventListener("themechange", this.#redraw);
-    addEventListener("resize", this.#redraw);
+  redraw() {
     if (this.#data) this.#draw();
   }
 
-  disconnectedCallback() {
-    removeEventListener("themechange", this.#redraw);
-    removeEventListener("resize", this.#redraw);
-  }
-
-  #build() {
+  build() {
     this.append(this.#value, this.#box, this.#tip, this.#legend, this.#table);
     this.#canvas.addEventListener("pointermove", (event) => this.#move(this.#cellAt(event)));
     this.#canvas.addEventListener("pointerleave", () => this.#move(null));

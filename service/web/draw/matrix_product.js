@@ -4,6 +4,7 @@ import { context2d, el, emit } from "../dom.js";
 import { number } from "../format.js";
 import { legendBar, scaleOf } from "./colours.js";
 import { dataTable } from "./data_table.js";
+import { DrawnElement } from "./drawn_element.js";
 import { placeAfter } from "./grid_keys.js";
 import { cells, cut, widest } from "./heat_map.js";
 
@@ -95,7 +96,7 @@ function textWidth(text) {
  * With the attribute `small`, it shows one row, has words, no table, and moves once when it appears.
  * Event "choose", with detail {row}, when a row is clicked or Enter is pressed.
  */
-export class MatrixProduct extends HTMLElement {
+export class MatrixProduct extends DrawnElement {
   /** @type {Product & { scale: Scale, inputScale: Scale, outputScale: Scale }} */
   #data;
   /** @type {Place} the place under the pointer or the keyboard */
@@ -107,7 +108,6 @@ export class MatrixProduct extends HTMLElement {
   #result = el("canvas", { "aria-hidden": "true" }); // beside the matrix, which may scroll
   #box = el("div", { class: "beside-matrix" }, el("div", { class: "scroll" }, this.#canvas), this.#result);
   #table = dataTable(() => this.#tableOf());
-  #redraw = () => this.#data && this.#draw();
 
   /** @param {Product} data */
   set data(data) {
@@ -138,19 +138,11 @@ export class MatrixProduct extends HTMLElement {
     return this.hasAttribute("small");
   }
 
-  connectedCallback() {
-    if (this.childElementCount === 0) this.#build();
-    addEventListener("themechange", this.#redraw);
-    addEventListener("resize", this.#redraw);
-    this.#redraw();
+  redraw() {
+    if (this.#data) this.#draw();
   }
 
-  disconnectedCallback() {
-    removeEventListener("themechange", this.#redraw);
-    removeEventListener("resize", this.#redraw);
-  }
-
-  #build() {
+  build() {
     this.append(this.#value, this.#box, ...(this.#isSmall ? [] : [this.#legend, this.#table]));
     this.#result.hidden = this.#isSmall;
     for (const canvas of [this.#canvas, this.#result]) {

@@ -4,6 +4,7 @@
 import { around, context2d, el, emit, find, findAll } from "../dom.js";
 import { placeName } from "../network/names.js";
 import { pixelColours } from "./colours.js";
+import { DrawnElement } from "./drawn_element.js";
 import { moveFocus, placeAfter } from "./grid_keys.js";
 
 /**
@@ -24,7 +25,7 @@ const AHEAD = 200; // rows that are this near to the window count as visible
  * Events: "visible" with detail [layer, …] when rows come into sight; "point" with {layer, head} or null; "choose" with
  * {layer, head}.
  */
-export class PatternGrid extends HTMLElement {
+export class PatternGrid extends DrawnElement {
   #layers = 0;
   #heads = 0;
   /** @type {Map<number, Pattern[]>} layer → its patterns */
@@ -34,15 +35,14 @@ export class PatternGrid extends HTMLElement {
   #chosen = { layer: 0, head: 0 };
   /** @type {IntersectionObserver | null} */
   #observer = null;
-  #redraw = () => this.#drawAll();
 
   connectedCallback() {
-    addEventListener("themechange", this.#redraw);
+    super.connectedCallback();
     this.#observe();
   }
 
   disconnectedCallback() {
-    removeEventListener("themechange", this.#redraw);
+    super.disconnectedCallback();
     this.#observer?.disconnect();
   }
 
@@ -52,7 +52,7 @@ export class PatternGrid extends HTMLElement {
    */
   reset({ layers, heads }) {
     this.#patterns.clear();
-    if (layers === this.#layers && heads === this.#heads) return this.#drawAll();
+    if (layers === this.#layers && heads === this.#heads) return this.redraw();
     [this.#layers, this.#heads] = [layers, heads];
     this.#build();
     return this.#observe();
@@ -234,10 +234,12 @@ export class PatternGrid extends HTMLElement {
     event.preventDefault();
   }
 
-  #drawAll() {
+  redraw() {
     for (let layer = 0; layer < this.#layers; layer++)
       for (let head = 0; head < this.#heads; head++) this.#drawCell(layer, head);
   }
+
+  resized() {} // the size of a cell stays, so that the page does not jump
 
   /**
    * @param {number} layer

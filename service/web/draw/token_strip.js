@@ -3,6 +3,7 @@
 import { around, el, emit, svg } from "../dom.js";
 import { shown } from "../format.js";
 import { colour, css, textOn } from "./colours.js";
+import { DrawnElement } from "./drawn_element.js";
 
 /**
  * @import { Named } from "../format.js"
@@ -16,18 +17,14 @@ let numStrips = 0;
  * share from 0 to 1, and a text such as "71 %" for its number. Event "choose" with detail {index}. With the attribute
  * `signs`, each space has a sign; without it, only a space that is a token of its own.
  */
-export class TokenStrip extends HTMLElement {
+export class TokenStrip extends DrawnElement {
   /** @type {Entry[]} */
   #entries = [];
   #at = 0; // the entry of the keyboard
   #name = `strip-${numStrips++}`;
   #list = el("div", { role: "listbox", tabindex: "0", "aria-orientation": "horizontal", class: "tokens" });
-  #redraw = () => this.#entries.forEach((entry) => paint(entry));
 
-  connectedCallback() {
-    addEventListener("themechange", this.#redraw);
-    this.#redraw(); // the theme may have changed while this was out of the page
-    if (this.childElementCount > 0) return;
+  build() {
     this.append(this.#list);
     this.#list.addEventListener("click", (event) =>
       this.#choose(Number(around(event, "[role=option]")?.dataset.index ?? NaN)),
@@ -35,9 +32,11 @@ export class TokenStrip extends HTMLElement {
     this.#list.addEventListener("keydown", (event) => this.#press(event));
   }
 
-  disconnectedCallback() {
-    removeEventListener("themechange", this.#redraw);
+  redraw() {
+    this.#entries.forEach(paint);
   }
+
+  resized() {} // the browser breaks the lines
 
   /** @param {string} label */
   reset(label) {

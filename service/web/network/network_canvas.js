@@ -2,6 +2,7 @@
 // its owner reads the numbers.
 
 import { el, emit } from "../dom.js";
+import { DrawnElement } from "../draw/drawn_element.js";
 import { shown } from "../format.js";
 import { Layout } from "./layout.js";
 import { Motion } from "./motion.js";
@@ -31,7 +32,7 @@ const NEAR = 0.3; // of the detail of the layout
  * null); "settle" when what is in sight has changed; "out" when the user wants to see more of the network; "wheelhint"
  * when the wheel turns and does not zoom.
  */
-export class NetworkCanvas extends HTMLElement {
+export class NetworkCanvas extends DrawnElement {
   #canvas = el("canvas", { tabindex: "0", role: "img" });
   #plane = new Plane(this.#canvas);
   #motion = new Motion();
@@ -45,27 +46,30 @@ export class NetworkCanvas extends HTMLElement {
   #settle = 0;
   #measured = "";
   #measure = () => this.measure();
-  #resized = new ResizeObserver(this.#measure);
-  #restyle = () => {
-    if (this.#scene) this.#restrip();
-    this.redraw();
-  };
+
+  build() {
+    this.append(this.#canvas);
+    new Pointing(this, this.#canvas);
+  }
 
   connectedCallback() {
-    if (!this.#canvas.isConnected) {
-      this.append(this.#canvas);
-      new Pointing(this, this.#canvas);
-    }
-    addEventListener("themechange", this.#restyle);
-    addEventListener("resize", this.#measure);
-    this.#resized.observe(this);
+    super.connectedCallback();
+    addEventListener("resize", this.#measure); // the height of the window matters, too
   }
 
   disconnectedCallback() {
-    removeEventListener("themechange", this.#restyle);
+    super.disconnectedCallback();
     removeEventListener("resize", this.#measure);
-    this.#resized.disconnect();
     this.#motion.stop();
+  }
+
+  redraw() {
+    if (this.#scene) this.#restrip();
+    this.drawSoon();
+  }
+
+  resized() {
+    this.measure();
   }
 
   get canvas() {
@@ -102,7 +106,7 @@ export class NetworkCanvas extends HTMLElement {
     layout.isLarge = look.isStep && focus !== null;
     if (before?.line !== line) this.#resize();
     this.#canvas.setAttribute("aria-label", describe(line, pass));
-    this.redraw();
+    this.drawSoon();
     return isNew;
   }
 
@@ -110,7 +114,7 @@ export class NetworkCanvas extends HTMLElement {
   tell(lens) {
     if (!this.#scene || JSON.stringify(lens) === JSON.stringify(this.#scene.lens)) return;
     this.#scene.lens = lens;
-    this.redraw();
+    this.drawSoon();
   }
 
   /** Fit the picture to the page, if its place or what it shows has changed. */
@@ -184,8 +188,7 @@ export class NetworkCanvas extends HTMLElement {
     return half >= 0.5 ? camera : layout.fit(centre - half, centre + half, row);
   }
 
-  /** Draw soon. */
-  redraw() {
+  drawSoon() {
     cancelAnimationFrame(this.#frame);
     this.#frame = requestAnimationFrame(() => this.#draw());
   }
@@ -215,7 +218,7 @@ export class NetworkCanvas extends HTMLElement {
     this.#motion.stop();
     this.#scene.front = Infinity;
     change(this.#scene);
-    this.redraw();
+    this.drawSoon();
     this.#settled();
   }
 
@@ -286,7 +289,7 @@ export class NetworkCanvas extends HTMLElement {
     }
     layout.camera = { ...layout.camera, row: this.#scene.row + 0.5 }; // the followed token stays in sight
     this.#restrip();
-    this.redraw();
+    this.drawSoon();
     this.#settled();
   }
 

@@ -453,7 +453,7 @@ export default class Network extends View {
       (await Promise.all(passes.map((each) => each.read(some, positions, this.#signal)))).some(Boolean);
     let hasRead = await read(all, rows);
     if (isMuch) hasRead = (await read([...patterns], [row])) || hasRead;
-    if (hasRead && pass === this.#picture.scene?.pass) this.#picture.redraw();
+    if (hasRead && pass === this.#picture.scene?.pass) this.#picture.drawSoon();
   }
 
   /**

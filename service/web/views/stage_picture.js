@@ -3,6 +3,7 @@
 import { context2d, el } from "../dom.js";
 import { pixelColours } from "../draw/colours.js";
 import { number } from "../format.js";
+import { DrawnElement } from "../draw/drawn_element.js";
 import { colourIndex, sizeOf } from "../network/strips.js";
 
 /**
@@ -20,31 +21,22 @@ const MASKED = 0x30808080;
 const BAR = 150; // the colour of bars, of 256
 
 /** <stage-picture>. `draw` shows a stage; the picture follows the theme and its own width. */
-export class StagePicture extends HTMLElement {
+export class StagePicture extends DrawnElement {
   #canvas = el("canvas", { width: 0, height: 0 });
   /** @type {Drawn | null} */
   #drawn = null;
-  #redraw = () => this.#paint();
-  #resized = new ResizeObserver(this.#redraw);
 
-  connectedCallback() {
+  build() {
     this.append(this.#canvas);
-    this.#resized.observe(this);
-    addEventListener("themechange", this.#redraw);
-  }
-
-  disconnectedCallback() {
-    this.#resized.disconnect();
-    removeEventListener("themechange", this.#redraw);
   }
 
   /** @param {Drawn} drawn */
   draw(drawn) {
     this.#drawn = drawn;
-    this.#paint();
+    this.redraw();
   }
 
-  #paint() {
+  redraw() {
     const drawn = this.#drawn;
     const stage = drawn?.pass.stages.get(drawn.name);
     if (!drawn || !stage || this.clientWidth === 0) return;

@@ -3,7 +3,7 @@
 
 import { quoted } from "../../format.js";
 import { productPicture } from "../operations/product_picture.js";
-import { numOf, siblingOf, slackOf, sumOfProducts } from "./explanation.js";
+import { numOf, plain, siblingOf, slackOf, sumOfProducts } from "./explanation.js";
 
 /**
  * @import { Numbers } from "../../api.js"
@@ -110,28 +110,12 @@ function normed(kind, norm, scale) {
     explain(place) {
       const stage = after(place);
       if (!stage) return kind.explain(place);
-      return same(place, numOf(place, stage, place.row, place.column), scale(place));
+      const [from, factor] = [numOf(place, stage, place.row, place.column), scale(place)];
+      const computed = from.value * factor;
+      const formula = ["= ", from, ...(factor === 1 ? [] : [` × ${factor}`])];
+      return plain(place, "the result of the norm before it", formula, computed, Math.abs(computed), 1);
     },
     picture: (place) => (after(place) ? null : (kind.picture?.(place) ?? null)),
-  };
-}
-
-/**
- * @param {Place} place
- * @param {Num} from
- * @param {number} factor
- * @returns {Explanation}
- */
-function same(place, from, factor) {
-  const computed = from.value * factor;
-  return {
-    sentence: "the result of the norm before it",
-    formula: ["= ", from, ...(factor === 1 ? [] : [` × ${factor}`])],
-    columns: [],
-    terms: [],
-    rest: "",
-    computed,
-    slack: slackOf(place, Math.abs(computed), 1),
   };
 }
 
@@ -261,22 +245,10 @@ export const gained = {
     const gain = gains.values[at];
     const shift = shifts?.values[at] ?? null;
     const computed = from.value * gain + (shift ?? 0);
-    return {
-      sentence: `normalized × gain${shift === null ? "" : " + bias"}`,
-      formula: [
-        from,
-        " × ",
-        { value: gain },
-        ...(shift === null ? [] : [" + ", { value: shift }]),
-        " = ",
-        { value: computed },
-      ],
-      columns: [],
-      terms: [],
-      rest: "",
-      computed,
-      slack: slackOf(place, Math.abs(computed), 1),
-    };
+    const sentence = `normalized × gain${shift === null ? "" : " + bias"}`;
+    const plus = shift === null ? [] : [" + ", { value: shift }];
+    const formula = [from, " × ", { value: gain }, ...plus, " = ", { value: computed }];
+    return plain(place, sentence, formula, computed, Math.abs(computed), 1);
   },
 };
 
@@ -285,16 +257,9 @@ export const embedding = {
   needs: () => [],
   weights: ({ pass, row, column }) => [{ name: "embed.W_E", part: { d_vocab: pass.tokens[row].id, d_model: column } }],
   explain(place) {
-    const [{ values }] = place.weights;
+    const [weight] = place.weights[0].values;
     const token = place.pass.tokens[place.row];
-    return {
-      sentence: `row ${token.id} of the embedding table, that of ${quoted(token)}`,
-      formula: ["W_E = ", { value: values[0] }],
-      columns: [],
-      terms: [],
-      rest: "",
-      computed: values[0],
-      slack: slackOf(place, Math.abs(values[0])),
-    };
+    const sentence = `row ${token.id} of the embedding table, that of ${quoted(token)}`;
+    return plain(place, sentence, ["W_E = ", { value: weight }], weight, Math.abs(weight));
   },
 };
