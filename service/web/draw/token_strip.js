@@ -7,6 +7,7 @@ import { DrawnElement } from "./drawn_element.js";
 
 /**
  * @import { Named } from "../format.js"
+ * @typedef {{ token: Named, share: number, said: string }} Given
  * @typedef {{ element: HTMLElement, share: number }} Entry
  */
 
@@ -14,13 +15,14 @@ let numStrips = 0;
 
 /**
  * <token-strip>. `reset(label)` empties it, `add({token, share, said})` appends a token: its text, its colour as a
- * share from 0 to 1, and a text such as "71 %" for its number. Event "choose" with detail {index}. With the attribute
+ * share from 0 to 1, and a text such as "71 %" for its number; `show(label, entries)` does both. Event "choose" with detail {index}. With the attribute
  * `signs`, each space has a sign; without it, only a space that is a token of its own.
  */
 export class TokenStrip extends DrawnElement {
   /** @type {Entry[]} */
   #entries = [];
   #at = 0; // the entry of the keyboard
+  #key = ""; // the list of `show`
   #name = `strip-${numStrips++}`;
   #list = el("div", { role: "listbox", tabindex: "0", "aria-orientation": "horizontal", class: "tokens" });
 
@@ -42,12 +44,26 @@ export class TokenStrip extends DrawnElement {
   reset(label) {
     this.#entries = [];
     this.#at = 0;
+    this.#key = "";
     this.#list.replaceChildren();
     this.#list.setAttribute("aria-label", label);
     this.#list.removeAttribute("aria-activedescendant");
   }
 
-  /** @param {{ token: Named, share: number, said: string }} entry */
+  /**
+   * Show a list of tokens. A list that is shown already stays, with what is marked and where the keyboard is.
+   * @param {string} label
+   * @param {Given[]} entries
+   */
+  show(label, entries) {
+    const key = JSON.stringify(entries);
+    if (key === this.#key) return;
+    this.reset(label);
+    this.#key = key;
+    for (const entry of entries) this.add(entry);
+  }
+
+  /** @param {Given} entry */
   add({ token, share, said }) {
     const index = this.#entries.length;
     const element = el(

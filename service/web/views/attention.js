@@ -10,7 +10,7 @@ import { readChoice, readIndex } from "../indices.js";
 import { placeName } from "../network/names.js";
 import { cached } from "../passes.js";
 import { note } from "../terms.js";
-import { View } from "../view.js";
+import { View, bodyOf } from "../view.js";
 import { STAGES } from "./attention_head.js";
 import { AttentionMaps } from "./attention_maps.js";
 import { CHOICES, TARGETS, TARGET_NAMES, ranked } from "./attention_ranking.js";
@@ -105,7 +105,7 @@ export default class Attention extends View {
    */
   async update(state, signal) {
     this.#signal = signal;
-    const plainBody = { ...(state.model ? { model: state.model } : {}), prompt: state.prompt };
+    const plainBody = bodyOf(state);
     const edits = isWorkedExample(this.context.service, state.model) ? [] : ofPrompt(readEdits(state.edits));
     const body = edits.length > 0 ? { ...plainBody, edits } : plainBody;
     const { layers, heads } = await this.#sizes(state, body, signal);

@@ -6,7 +6,7 @@ import { percent, quoted, shown } from "../format.js";
 import { Pass } from "../network/pass.js";
 import { cached } from "../passes.js";
 import { note } from "../terms.js";
-import { View } from "../view.js";
+import { View, bodyOf } from "../view.js";
 import "./forward_map.js";
 import { isOther, isPosition, readPosition } from "./positions.js";
 import "./stage_search.js";
@@ -304,15 +304,6 @@ export default class Forward extends View {
     });
     if (!isOpen) this.#map.showBody(name);
   }
-}
-
-/**
- * The model and the prompt of a state as requests take them.
- * @param {State} state
- * @returns {Body}
- */
-function bodyOf({ model, prompt }) {
-  return { ...(model ? { model } : {}), prompt };
 }
 
 /**

@@ -7,7 +7,7 @@ import { placeName } from "../network/names.js";
 import { cached } from "../passes.js";
 import { otherPrompt, readPrompt } from "../prompts.js";
 import { note } from "../terms.js";
-import { View } from "../view.js";
+import { View, bodyOf } from "../view.js";
 import "./both_texts.js";
 import "./direct_attribution.js";
 import "./edit_comparison.js";
@@ -187,8 +187,8 @@ export default class Interventions extends View {
    * @param {Model} model
    * @param {AbortSignal} signal
    */
-  async #write({ tokens }, { model: name, prompt }, model, signal) {
-    const body = { ...(name && { model: name }), prompt };
+  async #write({ tokens }, state, model, signal) {
+    const body = bodyOf(state);
     try {
       await this.#texts.show({ body, edits: withoutNames(this.#edits), model, numTokens: tokens.length }, signal);
     } catch (error) {
@@ -245,13 +245,13 @@ export default class Interventions extends View {
    * @param {Model} served
    * @param {NamedEdit[]} list
    */
-  #bodyOf({ model, prompt, pos }, served, list) {
+  #bodyOf(state, served, list) {
+    const { pos } = state;
     if (!/^-?\d*$/.test(pos)) throw new Error(`position: “${pos}” is not a position.`);
     const edits = list.length > 0 ? { edits: withoutNames(list), baseline: true } : {};
     const top_k = Math.min(MAX_TOKENS_COMPARED, served.sizes.d_vocab);
     return {
-      ...(model ? { model } : {}),
-      prompt,
+      ...bodyOf(state),
       stages: STAGES,
       detail: "none",
       positions: [pos === "" ? -1 : Number(pos)],
@@ -266,12 +266,12 @@ export default class Interventions extends View {
    * @param {number} position
    * @param {number} best the id of the most likely token
    */
-  #question({ model, prompt, explain, minus }, { capabilities }, position, best) {
+  #question(state, { capabilities }, position, best) {
+    const { explain, minus } = state;
     const read = (/** @type {string} */ text) => (capabilities.tokenizer ? text : Number(text));
     return {
       method: "direct",
-      ...(model ? { model } : {}),
-      prompt,
+      ...bodyOf(state),
       position,
       token: explain === "" ? best : read(explain),
       ...(minus === "" ? {} : { minus: read(minus) }),

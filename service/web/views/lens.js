@@ -8,7 +8,7 @@ import { count, percent, quoted, shown } from "../format.js";
 import { readChoice, readIndex } from "../indices.js";
 import { cached } from "../passes.js";
 import { note } from "../terms.js";
-import { View } from "../view.js";
+import { View, bodyOf } from "../view.js";
 import { ofGeneration, ofPrompt, readEdits } from "./edit_words.js";
 import { chance, rowName, whereItWins } from "./lens_answers.js";
 import { isOther, isPosition } from "./positions.js";
@@ -206,11 +206,11 @@ export default class Lens extends View {
    * @param {AbortSignal} signal
    * @returns {Promise<Text>}
    */
-  async #readText({ model, prompt, generate }, edits, signal) {
+  async #readText(state, edits, signal) {
+    const { prompt, generate } = state;
     if (generate !== "0") {
       const body = {
-        ...(model ? { model } : {}),
-        prompt,
+        ...bodyOf(state),
         max_tokens: Number(generate),
         temperature: 0,
         echo: true,
@@ -252,8 +252,7 @@ export default class Lens extends View {
     const positions = Array.from({ length: size }, (_, index) => first + index);
     return {
       method: "logit_lens",
-      ...(model ? { model } : {}),
-      prompt,
+      ...bodyOf({ model, prompt }),
       positions,
       top_k: Math.min(NUM_TOKENS, sizes.d_vocab),
       ...followed,

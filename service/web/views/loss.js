@@ -8,7 +8,7 @@ import "../draw/token_strip.js";
 import { number, percent, quoted, shown } from "../format.js";
 import { cached } from "../passes.js";
 import { note, term, withTerms } from "../terms.js";
-import { View } from "../view.js";
+import { View, bodyOf } from "../view.js";
 import { isOther, isPosition, readPosition } from "./positions.js";
 
 /**
@@ -39,7 +39,6 @@ export default class Loss extends View {
   #table = dataTable(() => this.#tableOf());
   /** @type {Shown} */
   #shown;
-  #key = "";
 
   build() {
     const meaning = note(
@@ -87,10 +86,10 @@ export default class Loss extends View {
   }
 
   /** @param {State} state */
-  #body({ model, prompt }) {
-    const isExample = isWorkedExample(this.context.service, model);
+  #body(state) {
+    const isExample = isWorkedExample(this.context.service, state.model);
     const top_k = isExample ? {} : { top_k: Math.min(NUM_GUESSES, this.model.sizes.d_vocab) };
-    return { ...(model ? { model } : {}), prompt, stages: ["loss"], detail: "none", ...top_k };
+    return { ...bodyOf(state), stages: ["loss"], detail: "none", ...top_k };
   }
 
   /** @param {Predicted} selected */
@@ -98,13 +97,10 @@ export default class Loss extends View {
     const { answer, predicted } = this.#shown;
     const known = predicted.filter(isKnown);
     const worst = highest(predicted);
-    const key = JSON.stringify(predicted);
-    if (key !== this.#key) {
-      this.#strip.reset("Tokens of the prompt, with the loss of predicting each one");
-      for (const { token, loss } of predicted)
-        this.#strip.add({ token, share: loss === null || !worst ? 0 : loss / worst.loss, said: shortLoss(loss) });
-      this.#key = key;
-    }
+    this.#strip.show(
+      "Tokens of the prompt, with the loss of predicting each one",
+      predicted.map(({ token, loss }) => ({ token, share: (loss ?? 0) / (worst?.loss ?? 1), said: shortLoss(loss) })),
+    );
     this.#strip.mark(predicted.indexOf(selected));
     this.#legend.replaceChildren(
       ...(worst ? ["Loss in ", term("nat", "nats"), ": ", barLegend("0", number(worst.loss))] : []),

@@ -20,7 +20,7 @@ import { Pass } from "../network/pass.js";
 import { tableOf } from "../network/table.js";
 import { nameOf, placeName, stepsOf } from "../network/names.js";
 import { readWriters, writersOf } from "../network/writers.js";
-import { View } from "../view.js";
+import { View, bodyOf } from "../view.js";
 import { inWords, ofPrompt, readNamedEdits, withoutNames } from "./edit_words.js";
 import { isOther, isPosition, readPosition } from "./positions.js";
 
@@ -357,7 +357,7 @@ export default class Network extends View {
     const isExample = isWorkedExample(service, state.model);
     const named = isExample ? [] : ofPrompt(readNamedEdits(state.edits));
     const edits = withoutNames(named);
-    const plainBody = { ...(state.model ? { model: state.model } : {}), prompt: state.prompt };
+    const plainBody = bodyOf(state);
     const body = edits.length > 0 ? { ...plainBody, edits } : plainBody;
     const [key, plainKey] = [JSON.stringify(body), JSON.stringify(plainBody)];
     const isRestarted = this.#served !== service.model; // the service may serve another model

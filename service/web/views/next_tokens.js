@@ -12,7 +12,6 @@ export class NextTokens extends HTMLElement {
   #strip = el("token-strip", { class: "with-numbers", signs: true });
   #table = el("div");
   #said = el("p", { class: "answer" });
-  #key = "";
 
   connectedCallback() {
     if (this.childElementCount > 0) return;
@@ -24,14 +23,10 @@ export class NextTokens extends HTMLElement {
 
   /** @param {{ tokens: Token[], predictions: PositionPredictions[], position: number }} place */
   show({ tokens, predictions, position }) {
-    const key = JSON.stringify([tokens, predictions]);
-    if (key !== this.#key) {
-      this.#strip.reset("Tokens of the prompt");
-      predictions.forEach(({ top }, index) =>
-        this.#strip.add({ token: tokens[index], share: top[0].probability ?? 0, said: percent(top[0].probability) }),
-      );
-      this.#key = key;
-    }
+    const entries = predictions.map(({ top: [{ probability }] }, index) => {
+      return { token: tokens[index], share: probability ?? 0, said: percent(probability) };
+    });
+    this.#strip.show("Tokens of the prompt", entries);
     this.#strip.mark(position);
     const { top } = predictions[position];
     this.#said.textContent =

@@ -8,7 +8,7 @@ import { tablePicture } from "../draw/table_picture.js";
 import { bytes, count, number, percent, quoted, shown } from "../format.js";
 import { cached } from "../passes.js";
 import { note } from "../terms.js";
-import { View } from "../view.js";
+import { View, bodyOf } from "../view.js";
 
 /**
  * @import { GenerateAnswer, ModelConfig } from "../answers.js"
@@ -131,15 +131,15 @@ export default class Steps extends View {
   }
 
   /** @param {State} state */
-  #body({ model, prompt, tokens }) {
+  #body(state) {
+    const { tokens } = state;
     if (!/^-?\d+$/.test(tokens)) throw new Error(`tokens: “${tokens}” is not a whole number.`);
     // the service would echo the prompt
     if (Number(tokens) === 0) throw new Error("tokens: 0 generates nothing; choose at least 1.");
     const top_k = Math.min(NUM_PREDICTIONS, this.model.sizes.d_vocab);
     const trace = { stages: ["embed"], detail: "none", top_k };
     return {
-      ...(model ? { model } : {}),
-      prompt,
+      ...bodyOf(state),
       max_tokens: Number(tokens),
       temperature: 0,
       echo: true,

@@ -12,7 +12,7 @@ import { readIndex } from "../indices.js";
 import "../network/cell_arithmetic.js";
 import { Pass } from "../network/pass.js";
 import { describe } from "../stages.js";
-import { View } from "../view.js";
+import { View, bodyOf } from "../view.js";
 import { isOther, readPosition } from "./positions.js";
 import { LOGITS, largest, meaningOf, productOf, wordOf } from "./token_product.js";
 
@@ -115,7 +115,11 @@ export default class Weights extends View {
     const explained = product && cell !== null ? await product.explain(cell) : null;
     if (signal.aborted) return undefined;
     this.#outputs = columns;
-    this.#showTokens(pass.tokens, row);
+    this.#tokens.show(
+      "The token that is multiplied",
+      pass.tokens.map((each) => ({ token: each, share: 0, said: `position ${each.position}` })),
+    );
+    this.#tokens.mark(row);
     this.#showControls(infos, info, headDim ? { size: info.shape[0], head } : null, axes, product !== null);
     this.#choice.hidden = product === null && !rowsAreTokens(rows);
     this.#map.hidden = product !== null;
@@ -147,13 +151,13 @@ export default class Weights extends View {
    * @param {State} state
    * @param {AbortSignal} signal
    */
-  async #passOf({ model, prompt }, signal) {
+  async #passOf(state, signal) {
     const { service } = this.context;
-    const body = { ...(model && { model }), prompt };
+    const body = bodyOf(state);
     const key = JSON.stringify(body);
     const served = service.model;
     if (this.#kept?.key === key && this.#kept.served === served) return this.#kept.pass;
-    const pass = isWorkedExample(service, model)
+    const pass = isWorkedExample(service, state.model)
       ? await Pass.ofExample(body, signal)
       : await Pass.withoutNumbers(body, this.model, signal);
     this.#kept = { key, served, pass };
@@ -186,20 +190,6 @@ export default class Weights extends View {
   /** @param {number} cell */
   #choose(cell) {
     return this.context.navigate({ cell: String(cell) });
-  }
-
-  /**
-   * @param {PositionedToken[]} tokens
-   * @param {number} row
-   */
-  #showTokens(tokens, row) {
-    const texts = JSON.stringify(tokens);
-    if (this.#tokens.dataset.tokens !== texts) {
-      this.#tokens.dataset.tokens = texts;
-      this.#tokens.reset("The token that is multiplied");
-      for (const token of tokens) this.#tokens.add({ token, share: 0, said: `position ${token.position}` });
-    }
-    this.#tokens.mark(row);
   }
 
   /**
