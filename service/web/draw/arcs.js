@@ -1,7 +1,7 @@
 // The tokens of a prompt in a line, with arcs from one of them, the query, to the tokens that it attends to. In SVG.
 
 import { el, emit, svg } from "../dom.js";
-import { percent } from "../format.js";
+import { cut, percent } from "../format.js";
 import { colour, css } from "./colours.js";
 import { DrawnElement } from "./drawn_element.js";
 
@@ -16,6 +16,7 @@ import { DrawnElement } from "./drawn_element.js";
 const ALL = 40; // up to this many tokens, all are drawn if they fit; of more, only the query and the strongest
 // pixels of a token that is written from top to bottom, and of "…" beside it
 const UPRIGHT = { least: 16, most: 34, gap: 10 };
+const LETTERS = 12; // the longest label
 const LETTER = 8; // the width of a letter
 const MOST_SPACE = 40; // pixels between tokens where there is much room
 const HEIGHT = 120; // pixels above the tokens
@@ -132,7 +133,7 @@ export class AttentionArcs extends DrawnElement {
         stroke: "currentColor",
         "stroke-width": isQuery ? 2.5 : 0.4,
       }),
-      upright ? down(HEIGHT + 5, cut(labels[position])) : flat(HEIGHT + 16, cut(labels[position])),
+      upright ? down(HEIGHT + 5, cut(labels[position], LETTERS)) : flat(HEIGHT + 16, cut(labels[position], LETTERS)),
       share === "" ? null : upright ? down(HEIGHT + upright + 12, share, 11) : flat(HEIGHT + 40, share, 11),
       gap
         ? svg(
@@ -181,7 +182,7 @@ function placesIn(room, labels, weights, query) {
   const positions = drawn(weights, query, Math.min(ALL, fitting), Math.min(ALL / 2, strongest - 1));
   const gaps = positions.length < all.length ? positions.length * UPRIGHT.gap : 0;
   const width = Math.min(UPRIGHT.most, Math.max(UPRIGHT.least, Math.floor((room - 20 - gaps) / positions.length)));
-  const upright = LETTER * Math.max(...positions.map((position) => cut(labels[position]).length));
+  const upright = LETTER * Math.max(...positions.map((position) => cut(labels[position], LETTERS).length));
   return spread(room, labels, positions, { left: 10, size: () => width, space: 0, hole: UPRIGHT.gap, upright });
 }
 
@@ -241,7 +242,7 @@ function sayLeftOut(places, weights, query) {
 /** @type {Arrangement} */
 const FLAT = {
   left: 4,
-  size: (label) => Math.max(44, LETTER * cut(label).length + 10),
+  size: (label) => Math.max(44, LETTER * cut(label, LETTERS).length + 10),
   space: 4,
   hole: 18,
   upright: 0,
@@ -282,11 +283,6 @@ function arc(from, to, relative, weight, farthest) {
     });
   const top = HEIGHT - (24 + (HEIGHT * 1.25 - 24) * Math.sqrt(Math.abs(from - to) / farthest));
   return svg("path", { d: `M ${from} ${HEIGHT} C ${from} ${top} ${to} ${top} ${to} ${HEIGHT}`, ...look });
-}
-
-/** @param {string} text */
-function cut(text) {
-  return text.length > 12 ? `${text.slice(0, 11)}…` : text;
 }
 
 customElements.define("attention-arcs", AttentionArcs);

@@ -1,6 +1,7 @@
 // A grid of short texts on colours, with a heading for each row and column. One tab stop: the arrow keys move inside.
 
 import { around, el, emit, findAll, svg } from "../dom.js";
+import { cut } from "../format.js";
 import { colour, css, textOn } from "./colours.js";
 import { DrawnElement } from "./drawn_element.js";
 import { moveFocus, placeAfter } from "./grid_keys.js";
@@ -117,7 +118,7 @@ export class CellGrid extends DrawnElement {
       svg(
         "text",
         { x, y, "font-size": size, "font-family": "sans-serif", "text-anchor": anchor ?? "middle", fill },
-        content.length > 12 && anchor === undefined ? `${content.slice(0, 11)}…` : content,
+        anchor === undefined ? cut(content, 12) : content,
       );
     const page = getComputedStyle(this).color;
     const names = columns.map(({ label }, column) => text(heading + (column + 0.5) * width, 22, label, 12, page));

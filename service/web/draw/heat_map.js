@@ -1,7 +1,7 @@
 // A matrix as a heat map on a canvas: labelled rows and columns, the value under the pointer, a legend, and a table.
 
 import { context2d, el, emit } from "../dom.js";
-import { number } from "../format.js";
+import { cut, number } from "../format.js";
 import { legendBar, pixelColours, scaleOf, shareOf } from "./colours.js";
 import { dataTable } from "./data_table.js";
 import { DrawnElement } from "./drawn_element.js";
@@ -22,6 +22,7 @@ import { placeAfter } from "./grid_keys.js";
 const MAX_CELL = 26;
 const MIN_CELL = 2;
 const SQUARE = { cell: 48, picture: 560 }; // the largest cells of a small square map, and its size
+export const LETTERS = 14; // of the longest label
 const LABEL_PIXELS = 12; // the height of a label
 const FONT = `${LABEL_PIXELS - 1}px system-ui, sans-serif`;
 const MASKED = 0x5a808080; // a pixel of a masked cell: grey, in part transparent
@@ -46,13 +47,13 @@ export class HeatMap extends DrawnElement {
   /** @type {Place | null} the cell that was clicked */
   #kept = null;
   #labels = { rows: 0, columns: 0 }; // the widths of the longest labels
-  #canvas = el("canvas", { tabindex: "0", role: "img" });
+  canvas = el("canvas", { tabindex: "0", role: "img" });
   #value = el("p", { class: "under-pointer", "aria-live": "polite" });
   #legend = el("p", { class: "legend" });
   #frame = el("div", { class: "row-frame", hidden: true });
   #cell = el("div", { class: "row-frame", hidden: true }); // around the cell whose value is shown
   #tip = el("p", { class: "cell-tip", "aria-hidden": "true", hidden: true }); // its value, beside it
-  #box = el("div", { class: "scroll" }, el("div", { class: "plane" }, this.#canvas, this.#frame, this.#cell));
+  #box = el("div", { class: "scroll" }, el("div", { class: "plane" }, this.canvas, this.#frame, this.#cell));
   /** @type {number | null} */
   #framedRow = null;
   #table = dataTable(() => this.#tableOf());
@@ -112,20 +113,16 @@ export class HeatMap extends DrawnElement {
     Object.assign(this.#tip.style, { top: `${from}px`, left: `${Math.min(most, Math.max(0, middle))}px` });
   }
 
-  get canvas() {
-    return this.#canvas;
-  }
-
   redraw() {
     if (this.#data) this.#draw();
   }
 
   build() {
     this.append(this.#value, this.#box, this.#tip, this.#legend, this.#table);
-    this.#canvas.addEventListener("pointermove", (event) => this.#move(this.#cellAt(event)));
-    this.#canvas.addEventListener("pointerleave", () => this.#move(null));
-    this.#canvas.addEventListener("click", (event) => this.#keep(this.#cellAt(event)));
-    this.#canvas.addEventListener("keydown", (event) => this.#press(event));
+    this.canvas.addEventListener("pointermove", (event) => this.#move(this.#cellAt(event)));
+    this.canvas.addEventListener("pointerleave", () => this.#move(null));
+    this.canvas.addEventListener("click", (event) => this.#keep(this.#cellAt(event)));
+    this.canvas.addEventListener("keydown", (event) => this.#press(event));
   }
 
   /** Sizes in pixels of the page: of a cell, and of the labels. */
@@ -161,10 +158,10 @@ export class HeatMap extends DrawnElement {
       Math.ceil(left + columns * width + 4 + Math.max(0, slant - width / 2)),
       Math.ceil(top + rows * height + 4),
     ];
-    this.#canvas.width = w * ratio;
-    this.#canvas.height = h * ratio;
-    Object.assign(this.#canvas.style, { width: `${w}px`, height: `${h}px` });
-    const context = context2d(this.#canvas);
+    this.canvas.width = w * ratio;
+    this.canvas.height = h * ratio;
+    Object.assign(this.canvas.style, { width: `${w}px`, height: `${h}px` });
+    const context = context2d(this.canvas);
     context.scale(ratio, ratio);
     context.imageSmoothingEnabled = false;
     context.drawImage(cells(values, rows, columns, scale), left, top, columns * width, rows * height);
@@ -172,7 +169,7 @@ export class HeatMap extends DrawnElement {
     context.strokeStyle = context.fillStyle;
     context.lineWidth = 2;
     for (const [row, column] of mark) context.strokeRect(left + column * width, top + row * height, width, height);
-    this.#canvas.setAttribute("aria-label", this.#describe());
+    this.canvas.setAttribute("aria-label", this.#describe());
     this.#placeFrame();
     this.#showValue();
     this.#showLegend();
@@ -188,13 +185,13 @@ export class HeatMap extends DrawnElement {
     context.textBaseline = "middle";
     const every = (/** @type {number} */ size) => Math.max(1, Math.ceil((LABEL_PIXELS + 1) / size));
     for (let row = 0; row < rows; row += every(height))
-      context.fillText(cut(rowLabels[row]), 2, top + (row + 0.5) * height, left - 6);
+      context.fillText(cut(rowLabels[row], LETTERS), 2, top + (row + 0.5) * height, left - 6);
     for (let column = 0; column < columns; column += every(isLong ? width : width / 2)) {
       context.save();
       context.translate(left + (column + 0.5) * width, top - 4);
       if (isLong) context.rotate(-SLANT);
       else context.textAlign = "center";
-      context.fillText(cut(columnLabels[column]), 0, isLong ? 0 : -4);
+      context.fillText(cut(columnLabels[column], LETTERS), 0, isLong ? 0 : -4);
       context.restore();
     }
     context.font = `italic ${FONT}`;
@@ -316,11 +313,6 @@ function enclose({ style }, left, top, width, height) {
   Object.assign(style, { left: `${left - 2}px`, top: `${top - 2}px`, width: w, height: h });
 }
 
-/** @param {string} text */
-export function cut(text) {
-  return text.length > 14 ? `${text.slice(0, 13)}…` : text;
-}
-
 /**
  * The width in pixels of the longest label.
  * @param {string[]} labels
@@ -328,7 +320,7 @@ export function cut(text) {
 export function widest(labels) {
   const context = context2d(el("canvas"));
   context.font = FONT;
-  return labels.reduce((width, label) => Math.max(width, context.measureText(cut(label)).width), LABEL_PIXELS);
+  return labels.reduce((width, label) => Math.max(width, context.measureText(cut(label, LETTERS)).width), LABEL_PIXELS);
 }
 
 /**

@@ -1,12 +1,12 @@
 // A product of a vector with a matrix as a picture: the input above the columns, the result beside the rows.
 
 import { context2d, el, emit } from "../dom.js";
-import { number } from "../format.js";
+import { cut, number } from "../format.js";
 import { legendBar, scaleOf } from "./colours.js";
 import { dataTable } from "./data_table.js";
 import { DrawnElement } from "./drawn_element.js";
 import { placeAfter } from "./grid_keys.js";
-import { cells, cut, widest } from "./heat_map.js";
+import { LETTERS, cells, widest } from "./heat_map.js";
 
 /**
  * @import { Numbers } from "../api.js"
@@ -249,7 +249,7 @@ export class MatrixProduct extends DrawnElement {
     context.fillStyle = this.#colours.text;
     const every = (/** @type {number} */ size) => Math.max(1, Math.ceil(13 / size));
     for (let index = 0; index < rows; index += every(height))
-      context.fillText(cut(rowLabels[index]), 2, matrixTop + (index + 0.5) * height, left - 6);
+      context.fillText(cut(rowLabels[index], LETTERS), 2, matrixTop + (index + 0.5) * height, left - 6);
     context.fillText(`${inputName} →`, left, top - LINE / 2);
     if (row !== null) context.fillText(`${rowName} ${rowLabels[row]}: input × weight`, left, termsTop - LINE / 2 - 1);
     context.textAlign = "center";

@@ -1,8 +1,8 @@
 // The words above the picture: layers, branches from afar, stages from near, heads, and the tokens of keys. On narrow
 // screens they stand at the left.
 
-import { shown } from "../format.js";
-import { FONT, MONO, cut } from "./labels.js";
+import { cut, shown } from "../format.js";
+import { FONT, MONO } from "./labels.js";
 import { namesOf, placeName } from "./names.js";
 import { pointedLayer } from "./scene.js";
 import { headPlaces, isMasked } from "./strips.js";

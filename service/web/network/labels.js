@@ -1,7 +1,7 @@
 // The words in the picture: the tokens at its beginning, the predictions at its end, and the numbers inside cells that
 // are large enough.
 
-import { number, percent, shown } from "../format.js";
+import { cut, number, percent, shown } from "../format.js";
 import { colour, textOn } from "../draw/colours.js";
 import { bandOf, isSplit } from "./scene.js";
 import { headPlaces, isMasked, shareOf } from "./strips.js";
@@ -185,14 +185,6 @@ export function brief(value) {
   const size = Math.abs(value);
   if (size >= 1e4 || (size < 1e-3 && size > 0)) return value.toExponential(1).replace("-", "−");
   return value.toPrecision(3).replace("-", "−");
-}
-
-/**
- * @param {string} text
- * @param {number} most characters
- */
-export function cut(text, most) {
-  return text.length > most ? `${text.slice(0, Math.max(1, most - 1))}…` : text;
 }
 
 /** Whether there is room for lanes. @param {Scene} scene */

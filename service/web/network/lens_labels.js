@@ -1,8 +1,8 @@
 // What the network would predict after each layer, in the lane below the followed token's row: at the end of each
 // layer a token, with a bar as long as its probability.
 
-import { percent, shown } from "../format.js";
-import { FONT, MONO, cut } from "./labels.js";
+import { cut, percent, shown } from "../format.js";
+import { FONT, MONO } from "./labels.js";
 import { decidingOf } from "./lens.js";
 
 /**

@@ -3,10 +3,9 @@
 import { actionButton, el, emit, labelled } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import "../draw/heat_map.js";
-import { number, shown } from "../format.js";
+import { number, shown, signed } from "../format.js";
 import { placeName } from "../network/names.js";
 import { note } from "../terms.js";
-import { signed } from "./edit_words.js";
 
 /**
  * @import { DirectAnswer, Edit, Token } from "../answers.js"

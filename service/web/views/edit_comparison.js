@@ -2,9 +2,8 @@
 
 import { el } from "../dom.js";
 import { barTable, predictionTable } from "../draw/bars.js";
-import { number, percent, quoted, shown } from "../format.js";
+import { number, percent, quoted, shown, signed } from "../format.js";
 import { placeName } from "../network/names.js";
-import { signed } from "./edit_words.js";
 
 /**
  * @import { ForwardAnswer, PositionPredictions, Prediction, StageChange, Token } from "../answers.js"

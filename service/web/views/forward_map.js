@@ -30,8 +30,8 @@ export class ForwardMap extends HTMLElement {
   #key = "";
   /** @type {Architecture} */
   #architecture;
-  /** @type {StageEntry[]} */
-  #stages = [];
+  /** @type {StageEntry[]} the entries of all stages, in the order of the computation */
+  stages = [];
   /** @type {Map<string, StageCard>} name of a stage → its card */
   #cards = new Map();
   /** @type {Map<string, HTMLElement>} layer → its <section> */
@@ -49,7 +49,7 @@ export class ForwardMap extends HTMLElement {
     const key = JSON.stringify([names, architecture]);
     if (key === this.#key) return;
     [this.#key, this.#architecture] = [key, architecture];
-    this.#stages = names.map((name) => describe(name, architecture));
+    this.stages = names.map((name) => describe(name, architecture));
     this.#cards.clear();
     this.#layers.clear();
     this.#sight.clear();
@@ -191,11 +191,6 @@ export class ForwardMap extends HTMLElement {
     const { num_heads: numHeads, num_kv_heads: numKvHeads } = this.#architecture;
     const kvHead = Math.floor((head * numKvHeads) / numHeads);
     find(card.body, "stage-values").show({ tokens, stage, head, numHeads, kvHead });
-  }
-
-  /** The entries of all stages, in the order of the computation. */
-  get stages() {
-    return this.#stages;
   }
 
   /**

@@ -192,7 +192,7 @@ export default class GenerateView extends View {
   }
 
   pictures() {
-    return this.#run?.tokens.length ? [{ name: "tokens", element: this.#strip }, ...this.#panel.pictures()] : [];
+    return this.#run?.tokens.length ? [{ name: "tokens", element: this.#strip }] : [];
   }
 
   /**

@@ -1,7 +1,7 @@
 // One stage that an article prints: the printed numbers beside the computed ones.
 
 import { actionButton, el } from "../dom.js";
-import { number, shown } from "../format.js";
+import { number, shown, signed } from "../format.js";
 
 /**
  * @import { Nested, PrintedStage, Published, Slip, Token } from "../answers.js"
@@ -24,14 +24,6 @@ export function verdict(agrees, isPassedOn = false) {
       ? ["passed-on", "↳ passed on"]
       : ["differs", "✗ differs"];
   return el("span", { class: `verdict ${kind}` }, says);
-}
-
-/**
- * A number with a sign, for differences.
- * @param {number} value
- */
-export function signed(value) {
-  return value > 0 ? `+${number(value)}` : number(value);
 }
 
 /**

@@ -23,13 +23,15 @@ let cards = 0;
  * button or the picture is pressed.
  */
 export class StageCard extends HTMLElement {
-  #stage;
+  stage;
   #button;
   #shape = el("p", { class: "shape" });
   #figures = el("span", { class: "figures" });
   #picture;
-  #cell;
-  #body;
+  /** The part that is always shown. */
+  cell;
+  /** The box of the values. */
+  body;
 
   /**
    * @param {StageEntry} stage
@@ -37,11 +39,11 @@ export class StageCard extends HTMLElement {
    */
   constructor(stage, heading) {
     super();
-    this.#stage = stage;
+    this.stage = stage;
     const id = `stage-${cards++}`;
     const { name, label, formula } = stage;
     const open = () => this.dispatchEvent(new Event("open"));
-    this.#body = el(
+    this.body = el(
       "div",
       { id, class: "stage-body", role: "group", "aria-label": `${label}: ${name}`, hidden: true },
       el("p", { class: "row" }, el("code", { class: "stage-name" }, name), this.#figures),
@@ -58,30 +60,16 @@ export class StageCard extends HTMLElement {
       el("div", {}, this.#button, this.#shape, formula ? el("p", { class: "formula" }, `= ${formula}`) : ""),
       this.#picture,
     );
-    this.#cell = el("div", { class: "stage-cell" }, heading, front);
+    this.cell = el("div", { class: "stage-cell" }, heading, front);
     this.dataset.stage = name;
   }
 
   connectedCallback() {
-    if (this.childElementCount === 0) this.append(this.#cell, this.#body);
-  }
-
-  get stage() {
-    return this.#stage;
-  }
-
-  /** The part that is always shown. */
-  get cell() {
-    return this.#cell;
-  }
-
-  /** The box of the values. */
-  get body() {
-    return this.#body;
+    if (this.childElementCount === 0) this.append(this.cell, this.body);
   }
 
   get isOpen() {
-    return !this.#body.hidden;
+    return !this.body.hidden;
   }
 
   /**
@@ -92,7 +80,7 @@ export class StageCard extends HTMLElement {
     this.#shape.textContent = shapeInWords(shape, dims);
     const missing =
       summary.non_finite > 0
-        ? ` · ${summary.non_finite} ${this.#stage.part === "loss" ? "without a next token" : "masked (−∞)"}`
+        ? ` · ${summary.non_finite} ${this.stage.part === "loss" ? "without a next token" : "masked (−∞)"}`
         : "";
     this.#figures.textContent =
       `min ${number(summary.min)} · max ${number(summary.max)} · mean ${number(summary.mean)} · std ` +
@@ -106,7 +94,7 @@ export class StageCard extends HTMLElement {
    * @param {number | null} chosen
    */
   draw(pass, positions, chosen) {
-    if (this.#picture instanceof StagePicture) this.#picture.draw({ pass, name: this.#stage.name, positions, chosen });
+    if (this.#picture instanceof StagePicture) this.#picture.draw({ pass, name: this.stage.name, positions, chosen });
   }
 
   /**
@@ -115,7 +103,7 @@ export class StageCard extends HTMLElement {
    */
   showTop(top) {
     const say = (/** @type {PositionPredictions["top"][number]} */ { logit, probability }) =>
-      this.#stage.name === "logits" ? number(logit) : percent(probability);
+      this.stage.name === "logits" ? number(logit) : percent(probability);
     this.#picture.replaceChildren(
       ...top.slice(0, NUM_TOP).map((token) => el("li", {}, el("span", { class: "token" }, shown(token)), say(token))),
     );
@@ -128,9 +116,9 @@ export class StageCard extends HTMLElement {
    */
   setOpen(isOpen, build) {
     this.#button.setAttribute("aria-expanded", String(isOpen));
-    this.#body.hidden = !isOpen;
-    if (isOpen && this.#body.childElementCount === 1 && build) this.#body.append(build(this.#stage));
-    return this.#body.children[1];
+    this.body.hidden = !isOpen;
+    if (isOpen && this.body.childElementCount === 1 && build) this.body.append(build(this.stage));
+    return this.body.children[1];
   }
 }
 
@@ -179,10 +167,6 @@ export class StageValues extends HTMLElement {
 
   connectedCallback() {
     if (this.childElementCount === 0) this.append(this.#meaning, this.#heads, this.#map);
-  }
-
-  get map() {
-    return this.#map;
   }
 
   /**

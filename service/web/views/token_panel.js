@@ -123,10 +123,6 @@ export class TokenPanel {
     this.#bars.replaceChildren(this.#table(logits, plain, changed));
   }
 
-  pictures() {
-    return [];
-  }
-
   /**
    * @param {Numbers} logits
    * @param {Float64Array} plain
