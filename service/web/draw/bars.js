@@ -3,6 +3,7 @@
 import { el } from "../dom.js";
 import { percent, shown } from "../format.js";
 import { legendBar } from "./colours.js";
+import { scrollRegion } from "./tables.js";
 
 /**
  * @import { Prediction } from "../answers.js"
@@ -39,12 +40,7 @@ export function barTable({ caption, columns: [first, ...others], rows }) {
     ),
   );
   const table = el("table", { class: "bars", "aria-label": caption }, el("thead", {}, head), el("tbody", {}, body));
-  return el(
-    "div",
-    {},
-    el("p", { class: "faint" }, caption, longest),
-    el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, table),
-  );
+  return el("div", {}, el("p", { class: "faint" }, caption, longest), scrollRegion(caption, table));
 }
 
 /**

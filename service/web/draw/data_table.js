@@ -2,6 +2,7 @@
 
 import { actionButton, el } from "../dom.js";
 import { number } from "../format.js";
+import { bodyRow, headRow, scrollRegion } from "./tables.js";
 
 /**
  * @typedef {string | number | null | undefined} Cell
@@ -29,25 +30,16 @@ export function dataTable(read, label = "Show as a table") {
       (x) => Math.max(x, 0),
     );
     const some = rows.slice(fromRow, fromRow + PAGE_ROWS);
-    const head = el(
-      "tr",
-      {},
-      el("th", { scope: "col" }, corner),
-      names.slice(fromColumn, fromColumn + PAGE_COLUMNS).map((name) => el("th", { scope: "col" }, name)),
-    );
-    const body = some.map(([name, ...cells]) =>
-      el(
-        "tr",
-        {},
-        el("th", { scope: "row" }, String(name)),
-        cells
-          .slice(fromColumn, fromColumn + PAGE_COLUMNS)
-          .map((cell) => el("td", {}, typeof cell === "number" ? number(cell) : cell)),
-      ),
-    );
-    const table = el(
-      "div",
-      { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    const head = headRow([corner, ...names.slice(fromColumn, fromColumn + PAGE_COLUMNS)]);
+    const body = some.map(([name, ...cells]) => {
+      const seen = cells.slice(fromColumn, fromColumn + PAGE_COLUMNS);
+      return bodyRow(
+        String(name),
+        seen.map((cell) => (typeof cell === "number" ? number(cell) : cell)),
+      );
+    });
+    const table = scrollRegion(
+      caption,
       el("table", {}, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, body)),
     );
     const pages = /** @type {const} */ ([

@@ -134,20 +134,11 @@ export class HeatMap extends DrawnElement {
     // how far the last label of a column may reach to the right
     const slant = isLong ? Math.cos(SLANT) * this.#labels.columns + 6 : this.#labels.columns / 2;
     const room = Math.max(160, (this.clientWidth || 700) - left - slant - 4);
-    const largest = rows === columns ? Math.max(MAX_CELL, Math.min(SQUARE.cell, SQUARE.picture / columns)) : MAX_CELL;
+    const isSquare = rows === columns;
+    const largest = isSquare ? Math.max(MAX_CELL, Math.min(SQUARE.cell, SQUARE.picture / columns)) : MAX_CELL;
     const width = Math.min(largest, Math.max(MIN_CELL, room / columns));
-    const height = Math.min(
-      MAX_CELL,
-      Math.max(MIN_CELL, Math.min(rows > 40 ? 560 / rows : 20, rows === columns ? width : 20)),
-    );
-    return {
-      left,
-      top,
-      slant,
-      isLong,
-      width: rows === columns ? Math.min(width, Math.max(height, width)) : width,
-      height: rows === columns ? width : height,
-    };
+    const height = isSquare ? width : Math.max(MIN_CELL, rows > 40 ? 560 / rows : 20);
+    return { left, top, slant, isLong, width, height };
   }
 
   #draw() {

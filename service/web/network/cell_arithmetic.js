@@ -3,6 +3,7 @@
 import { actionButton, el, emit } from "../dom.js";
 import { count, number } from "../format.js";
 import { bar } from "../draw/bars.js";
+import { scrollRegion } from "../draw/tables.js";
 import { LISTED, MOST_TERMS, said } from "./arithmetic/explanation.js";
 
 /**
@@ -112,9 +113,8 @@ export class CellArithmetic extends HTMLElement {
       columns.map((name) => (name ? el("th", { scope: "col" }, name) : el("td", {}))),
       el("td", {}),
     );
-    return el(
-      "div",
-      { class: "scroll", tabindex: "0", role: "region", "aria-label": "Terms" },
+    return scrollRegion(
+      "Terms",
       el("table", { class: "terms" }, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, body)),
     );
   }

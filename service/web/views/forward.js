@@ -2,6 +2,7 @@
 
 import { architectureOf, isWorkedExample } from "../articles.js";
 import { el, labelled, select } from "../dom.js";
+import { scrollRegion } from "../draw/tables.js";
 import { percent, quoted, shown } from "../format.js";
 import { Pass } from "../network/pass.js";
 import { cached } from "../passes.js";
@@ -51,11 +52,7 @@ export default class Forward extends View {
   #signal = new AbortController().signal;
 
   build() {
-    const tokens = el(
-      "div",
-      { class: "scroll", tabindex: "0", role: "region", "aria-label": "Tokens of the prompt" },
-      this.#tokens,
-    );
+    const tokens = scrollRegion("Tokens of the prompt", this.#tokens);
     const meaning = note(
       "Rows are tokens, columns are numbers: blue is above zero, orange below. Open a card to read its numbers.",
     );

@@ -1,6 +1,7 @@
 // One stage that an article prints: the printed numbers beside the computed ones.
 
 import { actionButton, el } from "../dom.js";
+import { bodyRow, scrollRegion } from "../draw/tables.js";
 import { number, shown, signed } from "../format.js";
 
 /**
@@ -103,17 +104,10 @@ function comparisonTable(entry, stage, slips, place) {
         el("th", { scope: "row" }, "printed"),
         printed.map((value, column) => cell(value === null ? "–" : String(value).replace("-", "−"), column)),
       ),
-      el(
-        "tr",
-        {},
-        el("th", { scope: "row" }, published.squared ? "computed, squared" : "computed"),
-        ours.map((value) => el("td", {}, number(value))),
-      ),
-      el(
-        "tr",
-        {},
-        el("th", { scope: "row" }, "difference"),
-        ours.map((value, column) => el("td", {}, difference(value, printed[column]))),
+      bodyRow(published.squared ? "computed, squared" : "computed", ours.map(number)),
+      bodyRow(
+        "difference",
+        ours.map((value, column) => difference(value, printed[column])),
       ),
     ];
   });
@@ -124,9 +118,8 @@ function comparisonTable(entry, stage, slips, place) {
     el("th", { scope: "col", colspan: "2" }, ""),
     columns.map((name) => el("th", { scope: "col" }, name)),
   );
-  return el(
-    "div",
-    { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+  return scrollRegion(
+    caption,
     el("table", { class: "comparison" }, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, lines)),
   );
 }

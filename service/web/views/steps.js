@@ -4,6 +4,7 @@ import { columnsOf, rangeOf, roleOf, stepsOf } from "../cache_steps.js";
 import { el, find, findAll, labelled } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import { dataTable } from "../draw/data_table.js";
+import { scrollRegion } from "../draw/tables.js";
 import { tablePicture } from "../draw/table_picture.js";
 import { bytes, count, number, percent, quoted, shown } from "../format.js";
 import { cached } from "../passes.js";
@@ -49,7 +50,7 @@ export default class Steps extends View {
   #slider = el("input", { type: "range", min: "0", step: "1" });
   #number = el("input", { type: "number", min: "1", class: "short" });
   #caption = el("p", { class: "faint" });
-  #picture = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Steps and positions" });
+  #picture = scrollRegion("Steps and positions");
   #figures = el("dl", { class: "cache-figures" });
   #predictions = el("div", { class: "step-predictions" });
   #table = dataTable(() => this.#tableOf(), "Show all steps as a table");
