@@ -78,6 +78,15 @@ export function actionButton(label, act, attributes = {}) {
 }
 
 /**
+ * A box for a text that is no prose, such as a token or a name.
+ * @param {string} name
+ * @param {Attributes} attributes
+ */
+export function textBox(name, attributes = {}) {
+  return el("input", { name, spellcheck: "false", autocomplete: "off", ...attributes });
+}
+
+/**
  * A labelled control: label text, then the control.
  * @param {string} text
  * @param {HTMLElement} control

@@ -4,6 +4,7 @@ import { around, el, emit, svg } from "../dom.js";
 import { shown } from "../format.js";
 import { colour, css, textOn } from "./colours.js";
 import { DrawnElement } from "./drawn_element.js";
+import { placesIn, textsOf } from "./table_picture.js";
 
 /**
  * @import { Named } from "../format.js"
@@ -98,33 +99,19 @@ export class TokenStrip extends DrawnElement {
 
   /** The tokens as they stand on the page, as SVG, with their numbers if the page shows these. */
   picture() {
-    const { left, top, height } = this.getBoundingClientRect();
-    const width = Math.max(
-      1,
-      ...this.#entries.flatMap(({ element }) => [...element.getClientRects()].map((box) => box.right - left)),
-    );
-    const hasNumbers = this.classList.contains("with-numbers");
+    const at = placesIn(this);
     const boxes = this.#entries.flatMap(({ element }) => {
-      const { backgroundColor, color } = element.style;
-      /** @type {SVGElement[]} */
-      const behind = [...element.getClientRects()].map((box) =>
-        svg("rect", {
-          x: box.left - left,
-          y: box.top - top,
-          width: box.width,
-          height: box.height,
-          rx: 3,
-          fill: backgroundColor,
-          stroke: "gray",
-          "stroke-width": 0.5,
-        }),
-      );
-      return [...behind, textOf(element, color, left, top), hasNumbers ? numberBelow(element, left, top) : null];
+      const look = { rx: 3, fill: element.style.backgroundColor, stroke: "gray", "stroke-width": 0.5 };
+      return [...element.getClientRects()].map((box) => ({ ...at(box), ...look }));
     });
+    const width = Math.ceil(Math.max(1, ...boxes.map((box) => box.x + box.width)));
+    const height = Math.ceil(this.getBoundingClientRect().height);
     return svg(
       "svg",
-      { width: Math.ceil(width), height: Math.ceil(height), viewBox: `0 0 ${Math.ceil(width)} ${Math.ceil(height)}` },
-      boxes,
+      { width, height, viewBox: `0 0 ${width} ${height}` },
+      boxes.map((box) => svg("rect", box)),
+      textsOf(this.#list, at),
+      this.classList.contains("with-numbers") && this.#entries.map(({ element }) => numberBelow(element, at)),
     );
   }
 
@@ -155,46 +142,15 @@ export class TokenStrip extends DrawnElement {
 }
 
 /**
+ * The number of a token, which the style sheet puts below the token.
  * @param {HTMLElement} element
- * @param {string} color
- * @param {number} left
- * @param {number} top
+ * @param {ReturnType<typeof placesIn>} at
  */
-function textOf(element, color, left, top) {
-  const box = element.getBoundingClientRect();
-  return svg(
-    "text",
-    {
-      x: box.left - left + 1 + parseFloat(getComputedStyle(element).paddingLeft),
-      y: box.top - top + 0.72 * box.height,
-      fill: color,
-      "font-family": "monospace",
-      "font-size": getComputedStyle(element).fontSize,
-      "xml:space": "preserve",
-    },
-    element.textContent,
-  );
-}
-
-/**
- * @param {HTMLElement} element
- * @param {number} left
- * @param {number} top
- */
-function numberBelow(element, left, top) {
-  const box = element.getBoundingClientRect();
-  return svg(
-    "text",
-    {
-      x: box.left - left + box.width / 2,
-      y: box.bottom - top + 11,
-      fill: getComputedStyle(element, "::after").color,
-      "text-anchor": "middle",
-      "font-family": "sans-serif",
-      "font-size": 11,
-    },
-    element.dataset.said,
-  );
+function numberBelow(element, at) {
+  const { x, y, width, height } = at(element.getBoundingClientRect());
+  const { color: fill } = getComputedStyle(element, "::after");
+  const font = { "text-anchor": "middle", "font-family": "sans-serif", "font-size": 11 };
+  return svg("text", { x: x + width / 2, y: y + height + 11, fill, ...font }, element.dataset.said);
 }
 
 /**

@@ -1,6 +1,6 @@
 // Which heads and feed-forward networks write a token: their shares in its logit, in the pass without edits.
 
-import { actionButton, el, emit, labelled } from "../dom.js";
+import { actionButton, el, emit, labelled, textBox } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import "../draw/heat_map.js";
 import { number, shown, signed } from "../format.js";
@@ -23,7 +23,7 @@ const NUM_SHOWN = 10;
  */
 export class DirectAttribution extends HTMLElement {
   #form = el("form", { class: "row", "aria-label": "Explain a token" });
-  #fields = { token: textField("token"), minus: textField("minus") };
+  #fields = { token: textBox("token", { size: "12" }), minus: textBox("minus", { size: "12" }) };
   #hints = el("p", { class: "row", role: "status" });
   #answer = el("p", { class: "answer" });
   #sum = el("p");
@@ -167,11 +167,6 @@ export class DirectAttribution extends HTMLElement {
       valueName: "share",
     };
   }
-}
-
-/** @param {Field} name */
-function textField(name) {
-  return el("input", { name, size: "12", spellcheck: "false", autocomplete: "off" });
 }
 
 /**

@@ -1,6 +1,6 @@
 // The view "Logit lens": what the network would predict after each layer, at each position.
 
-import { actionButton, el, labelled, select } from "../dom.js";
+import { actionButton, el, labelled, select, textBox } from "../dom.js";
 import { barLegend, barTable, predictionTable } from "../draw/bars.js";
 import "../draw/cell_grid.js";
 import { dataTable, pager } from "../draw/data_table.js";
@@ -46,13 +46,7 @@ export default class Lens extends View {
   #answer = el("p", { class: "answer" });
   #form = el("form", { class: "row", "aria-label": "Options of the logit lens" });
   #generate = el("input", { name: "generate", type: "number", min: "0", class: "short" });
-  #token = el("input", {
-    name: "token",
-    size: "12",
-    placeholder: "the final one",
-    spellcheck: "false",
-    autocomplete: "off",
-  });
+  #token = textBox("token", { size: "12", placeholder: "the final one" });
   #lens = select(
     { name: "lens", onchange: ({ target }) => this.context.navigate({ lens: target.value }) },
     [

@@ -1,7 +1,7 @@
 // Patch every position at every layer, one after the other: where does the network keep what tells two prompts apart?
 
 import { isAbort, postStream } from "../api.js";
-import { actionButton, el, emit, labelled } from "../dom.js";
+import { actionButton, el, emit, labelled, textBox } from "../dom.js";
 import { scaleOf } from "../draw/colours.js";
 import "../draw/heat_map.js";
 import { count, number, quoted, shown } from "../format.js";
@@ -34,7 +34,7 @@ const SMALL = 0.05; // a smaller negative share has the colour of 0
  * text, and "add" with detail {edit}.
  */
 export class PatchSweep extends HTMLElement {
-  #other = el("input", { name: "other", spellcheck: "false", autocomplete: "off" });
+  #other = textBox("other");
   #stop = actionButton("Stop", () => this.#sweep?.stopper.abort(), { hidden: true });
   #form = el(
     "form",

@@ -1,6 +1,6 @@
 // A search box that finds a stage of the forward pass by its name, and leads to it.
 
-import { el, emit, labelled } from "../dom.js";
+import { el, emit, labelled, textBox } from "../dom.js";
 import { TERMS } from "../terms_list.js";
 import { isFound } from "../words.js";
 
@@ -13,15 +13,7 @@ import { isFound } from "../words.js";
 export class StageSearch extends HTMLElement {
   /** @type {{ stages: StageEntry[], layers: Set<string> }} */
   #shown;
-  #box = el("input", {
-    name: "go",
-    type: "search",
-    list: "stage-names",
-    size: "24",
-    spellcheck: "false",
-    autocomplete: "off",
-    placeholder: "such as layer 2 pattern",
-  });
+  #box = textBox("go", { type: "search", list: "stage-names", size: "24", placeholder: "such as layer 2 pattern" });
   #names = el("datalist", { id: "stage-names" });
   #said = el("span", { class: "faint", role: "status" });
   #form = el(
