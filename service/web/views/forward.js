@@ -306,28 +306,25 @@ export default class Forward extends View {
 /**
  * What the address still says of an earlier prompt or model, and what replaces it: what does not exist now is left out.
  * @param {State} state
- * @param {string[]} names
+ * @param {string[]} stages
  * @param {Architecture} architecture
  * @param {number} numTokens
  * @returns {Partial<typeof Forward.params>}
  */
-function stale({ layer, stage, head, position }, names, { num_heads: numHeads }, numTokens) {
+function stale(state, stages, { num_heads: numHeads }, numTokens) {
+  const { layer, stage, head, position } = state;
   const kept = {
     layer: asList(layer)
-      .filter((each) => names.some((name) => layerOf(name) === each))
+      .filter((each) => stages.some((name) => layerOf(name) === each))
       .join(","),
     stage: asList(stage)
-      .filter((each) => names.includes(each))
+      .filter((each) => stages.includes(each))
       .join(","),
     head: Number(head) < numHeads ? head : "0",
     position: position === "" || isPosition(position, numTokens) ? position : "",
   };
-  return {
-    ...(kept.layer !== layer && { layer: kept.layer }),
-    ...(kept.stage !== stage && { stage: kept.stage }),
-    ...(kept.head !== head && { head: kept.head }),
-    ...(kept.position !== position && { position: kept.position }),
-  };
+  const names = /** @type {(keyof typeof kept)[]} */ (Object.keys(kept));
+  return Object.fromEntries(names.filter((name) => kept[name] !== state[name]).map((name) => [name, kept[name]]));
 }
 
 customElements.define("forward-view", Forward);

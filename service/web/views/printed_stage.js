@@ -94,6 +94,10 @@ function comparisonTable(entry, stage, slips, place) {
   const lines = rows.flatMap(({ index, printed, computed }) => {
     const ours = computed.map((value) => (published.squared && value !== null ? value ** 2 : value));
     const label = rowLabel(index, dims, place);
+    const differences = printed.map((value, column) => {
+      const other = ours[column];
+      return value === null || other === null ? "–" : signed(other - value);
+    });
     const cell = (/** @type {string} */ text, /** @type {number} */ column) =>
       el("td", { class: isSlip([...index, column]) && "slip" }, text, isSlip([...index, column]) ? " ⚠" : "");
     return [
@@ -105,10 +109,7 @@ function comparisonTable(entry, stage, slips, place) {
         printed.map((value, column) => cell(value === null ? "–" : String(value).replace("-", "−"), column)),
       ),
       bodyRow(published.squared ? "computed, squared" : "computed", ours.map(number)),
-      bodyRow(
-        "difference",
-        ours.map((value, column) => difference(value, printed[column])),
-      ),
+      bodyRow("difference", differences),
     ];
   });
   const caption = `${entry.label}: printed and computed numbers`;
@@ -122,14 +123,6 @@ function comparisonTable(entry, stage, slips, place) {
     caption,
     el("table", { class: "comparison" }, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, lines)),
   );
-}
-
-/**
- * @param {number | null} computed
- * @param {number | null} printed
- */
-function difference(computed, printed) {
-  return computed === null || printed === null ? "–" : signed(computed - printed);
 }
 
 /**

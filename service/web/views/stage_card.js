@@ -205,21 +205,16 @@ export class StageValues extends HTMLElement {
     if (!isShown) return;
     const control = this.#heads.querySelector("select");
     if (control?.options.length === numHeads) control.value = String(head);
-    else
-      this.#heads.replaceChildren(labelled("Head", this.#selectHead(head, numHeads)), el("span", { class: "faint" }));
+    else {
+      const onchange = (/** @type {{ target: { value: string } }} */ { target }) =>
+        emit(this, "head", { head: target.value });
+      const choice = select({ onchange }, [...Array(numHeads).keys()], head);
+      this.#heads.replaceChildren(labelled("Head", choice), el("span", { class: "faint" }));
+    }
     find(this.#heads, ".faint").textContent =
       kvHead === null
         ? ""
         : `Several heads may share keys and values: head ${head} reads those of key-value head ${kvHead}.`;
-  }
-
-  /**
-   * @param {number} head
-   * @param {number} numHeads
-   */
-  #selectHead(head, numHeads) {
-    const choose = (/** @type {string} */ chosen) => emit(this, "head", { head: chosen });
-    return select({ onchange: ({ target }) => choose(target.value) }, [...Array(numHeads).keys()], head);
   }
 }
 

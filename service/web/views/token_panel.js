@@ -1,7 +1,7 @@
 // What else was likely at a place of the continuation, and how temperature, top-k and top-p change the distribution
 // there.
 
-import { postTensors } from "../api.js";
+import { postPass } from "../api.js";
 import { actionButton, el } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import { count, number, percent, quoted, shown } from "../format.js";
@@ -77,12 +77,9 @@ export class TokenPanel {
   async show(place, signal) {
     const key = JSON.stringify([place.model, place.ids]);
     if (this.#row.key !== key) {
-      const { logits } = await postTensors(
-        "/logits",
-        { ...(place.model && { model: place.model }), prompt: place.ids, positions: "last" },
-        signal,
-      );
-      this.#row = { key, logits: logits.values };
+      const body = { ...(place.model && { model: place.model }), prompt: place.ids, positions: "last" };
+      const { tensors } = await postPass("/logits", body, signal);
+      this.#row = { key, logits: tensors.logits.values };
     }
     this.#place = place;
     const { token, index } = place;

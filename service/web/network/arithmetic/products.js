@@ -158,7 +158,7 @@ const projection = (letter) =>
     dim: "d_head",
     byHead: letter === "Q" ? "head" : "kv_head",
   });
-export const [query, key, value] = ["Q", "K", "V"].map(projection);
+const [query, key, value] = ["Q", "K", "V"].map(projection);
 
 const inBias =
   (/** @type {string} */ name) =>
@@ -166,14 +166,14 @@ const inBias =
     a.mlp_bias ? name : null;
 
 /** The input of the activation: of the gate, if there is one. */
-export const pre = product({
+const pre = product({
   input: mlpInput,
   weight: ({ architecture: a }) => (a.gated ? "mlp.W_gate" : "mlp.W_in"),
   bias: (place) => inBias(place.architecture.gated ? "mlp.b_gate" : "mlp.b_in")(place),
   dim: "d_mlp",
 });
-export const preLinear = product({ input: mlpInput, weight: () => "mlp.W_in", bias: inBias("mlp.b_in"), dim: "d_mlp" });
-export const router = product({ input: mlpInput, weight: () => "mlp.W_gate", bias: () => null, dim: "expert" });
+const preLinear = product({ input: mlpInput, weight: () => "mlp.W_in", bias: inBias("mlp.b_in"), dim: "d_mlp" });
+const router = product({ input: mlpInput, weight: () => "mlp.W_gate", bias: () => null, dim: "expert" });
 const residualScale = (/** @type {Where} */ { architecture: a }) => a.residual_scale;
 const heads = product({
   input: (place) => siblingOf(place, "attn.z") ?? "",
@@ -183,7 +183,6 @@ const heads = product({
   scale: residualScale,
   norm: "ln1_post",
 });
-export const attentionOutput = normed(heads, "ln1_post", residualScale);
 const neurons = product({
   input: (place) => siblingOf(place, "mlp.post") ?? "",
   weight: () => "mlp.W_out",
@@ -192,12 +191,6 @@ const neurons = product({
   scale: residualScale,
   norm: "ln2_post",
 });
-
-/** Of experts, only the sum is a stage. @type {Kind} */
-export const mlpOutput = {
-  ...normed(neurons, "ln2_post", residualScale),
-  isKnown: (place) => siblingOf(place, "mlp.post", "ln2_post.out") !== null,
-};
 
 /** Part of a block → the product that it is, before a norm. @type {Record<string, ProductKind>} */
 const PRODUCTS = {
@@ -253,7 +246,7 @@ export const gained = {
 };
 
 /** @type {Kind} */
-export const embedding = {
+const embedding = {
   needs: () => [],
   weights: ({ pass, row, column }) => [{ name: "embed.W_E", part: { d_vocab: pass.tokens[row].id, d_model: column } }],
   explain(place) {
@@ -262,4 +255,15 @@ export const embedding = {
     const sentence = `row ${token.id} of the embedding table, that of ${quoted(token)}`;
     return plain(place, sentence, ["W_E = ", { value: weight }], weight, Math.abs(weight));
   },
+};
+
+/** Part of a network → the arithmetic of the stage that a weight gives. @type {Record<string, Kind | undefined>} */
+export const WEIGHTED = {
+  ...PRODUCTS,
+  attn_out: normed(heads, "ln1_post", residualScale),
+  mlp_out: {
+    ...normed(neurons, "ln2_post", residualScale),
+    isKnown: (place) => siblingOf(place, "mlp.post", "ln2_post.out") !== null, // of experts, only the sum is a stage
+  },
+  embed: embedding,
 };
