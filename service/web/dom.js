@@ -78,6 +78,18 @@ export function actionButton(label, act, attributes = {}) {
 }
 
 /**
+ * Do something when a form is submitted, in place of what the browser does.
+ * @param {HTMLFormElement} form
+ * @param {() => unknown} act
+ */
+export function onSubmit(form, act) {
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    act();
+  });
+}
+
+/**
  * A box for a text that is no prose, such as a token or a name.
  * @param {string} name
  * @param {Attributes} attributes

@@ -198,8 +198,7 @@ export default class Attention extends View {
 
   pictures() {
     const picture = async () => {
-      const layers = Array.from({ length: this.#grid.numLayers }, (_, layer) => layer);
-      await this.#fetchRows(layers, this.#signal);
+      await this.#fetchRows([...Array(this.#grid.numLayers).keys()], this.#signal);
       return this.#grid.picture();
     };
     return [...this.#head.pictures(), { name: "all heads", element: { picture } }];
@@ -229,10 +228,9 @@ export default class Attention extends View {
    */
   #showChoice(layers, heads, chosen) {
     const of = (/** @type {keyof Place} */ name, /** @type {number} */ size) => {
-      const indices = Array.from({ length: size }, (_, index) => index);
       const control = select(
         { name, onchange: ({ target }) => this.context.navigate({ ...this.#named(), [name]: target.value }) },
-        indices,
+        [...Array(size).keys()],
         chosen[name],
       );
       return labelled(`${name[0].toUpperCase()}${name.slice(1)}`, control);

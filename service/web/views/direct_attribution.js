@@ -1,11 +1,12 @@
 // Which heads and feed-forward networks write a token: their shares in its logit, in the pass without edits.
 
-import { actionButton, el, emit, labelled, textBox } from "../dom.js";
+import { actionButton, el, emit, labelled, onSubmit, textBox } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import "../draw/heat_map.js";
 import { number, shown, signed } from "../format.js";
 import { placeName } from "../network/names.js";
 import { note } from "../terms.js";
+import { didYouMean } from "./field_message.js";
 
 /**
  * @import { DirectAnswer, Edit, Token } from "../answers.js"
@@ -58,10 +59,7 @@ export class DirectAttribution extends HTMLElement {
       this.#computing,
       this.#result,
     );
-    this.#form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.#explain();
-    });
+    onSubmit(this.#form, () => this.#explain());
   }
 
   /** @param {{ token: string, minus: string, hints: Hint[] }} texts */
@@ -73,13 +71,7 @@ export class DirectAttribution extends HTMLElement {
         this.#fields[field].value = text;
         this.#explain();
       };
-      return el(
-        "span",
-        {},
-        "Did you mean ",
-        actionButton(`“${shown({ text })}”`, choose, { class: "small" }),
-        ` (id ${id}), with a space in front?`,
-      );
+      return didYouMean({ text, id }, choose);
     });
     this.#hints.replaceChildren(...buttons);
     this.show(null);

@@ -1,6 +1,6 @@
 // The form that adds an edit: what to do, with which part of which layer, at which positions.
 
-import { el, emit, labelled, select } from "../dom.js";
+import { el, emit, labelled, onSubmit, select } from "../dom.js";
 import { shown } from "../format.js";
 import { cached } from "../passes.js";
 import { PARTS, indicesOf, readPositions } from "./edit_words.js";
@@ -128,8 +128,7 @@ export class EditForm extends HTMLElement {
       this.#showPatch();
     });
     this.#form.addEventListener("input", () => this.#message.clear());
-    this.#form.addEventListener("submit", (event) => {
-      event.preventDefault();
+    onSubmit(this.#form, () => {
       this.#message.clear();
       try {
         emit(this, "add", { edit: this.#read() });

@@ -107,7 +107,7 @@ export default class GenerateView extends View {
         el("span", {}, labelled("Max tokens", this.#maxTokens), " ", this.#room),
         el("label", {}, "Seed ", this.#seed),
         actionButton("New seed", () => this.#newSeed()),
-        this.#defaults(),
+        actionButton("Use the model's defaults", () => this.#useDefaults()),
         this.#chatLabel,
         el("label", {}, this.#numbers, " Probabilities below the tokens"),
       ),
@@ -481,14 +481,9 @@ export default class GenerateView extends View {
     this.context.navigate({ seed: String(crypto.getRandomValues(new Uint32Array(1))[0]), token: "" });
   }
 
-  /** A button that sets the controls to the defaults of the model. */
-  #defaults() {
-    const button = el("button", { type: "button" }, "Use the model's defaults");
-    button.addEventListener("click", () => {
-      const defaults = this.model.generation_defaults;
-      this.context.navigate({ ...eachSetting(({ name, off }) => String(defaults[name] ?? off)), token: "" });
-    });
-    return button;
+  #useDefaults() {
+    const defaults = this.model.generation_defaults;
+    this.context.navigate({ ...eachSetting(({ name, off }) => String(defaults[name] ?? off)), token: "" });
   }
 
   #tableOf() {

@@ -2,7 +2,7 @@
 // what writes a token.
 
 import { ApiError, getJson } from "../api.js";
-import { actionButton, el, findAll, labelled, select } from "../dom.js";
+import { actionButton, el, findAll, labelled, onSubmit, select } from "../dom.js";
 import { placeName } from "../network/names.js";
 import { cached } from "../passes.js";
 import { otherPrompt, readPrompt } from "../prompts.js";
@@ -93,10 +93,7 @@ export default class Interventions extends View {
     );
     this.append(this.#steer, meaning, el("h3", {}, "Edits"), this.#chips, others, this.#texts, this.#halves);
     another.addEventListener("click", () => position.requestSubmit());
-    position.addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.context.navigate({ pos: this.#position.value });
-    });
+    onSubmit(position, () => this.context.navigate({ pos: this.#position.value }));
     this.#steer.addEventListener("add", ({ detail }) => this.#add(detail.edit));
     this.#steer.addEventListener("fail", ({ detail }) => this.context.report(detail.error));
     this.#form.addEventListener("add", ({ detail }) => this.#check(detail.edit));

@@ -1,6 +1,6 @@
 // The view "Logit lens": what the network would predict after each layer, at each position.
 
-import { actionButton, el, labelled, select, textBox } from "../dom.js";
+import { el, labelled, onSubmit, select, textBox } from "../dom.js";
 import { barLegend, barTable, predictionTable } from "../draw/bars.js";
 import "../draw/cell_grid.js";
 import { dataTable, pager } from "../draw/data_table.js";
@@ -10,6 +10,7 @@ import { cached } from "../passes.js";
 import { note } from "../terms.js";
 import { View, bodyOf } from "../view.js";
 import { ofGeneration, ofPrompt, readEdits } from "./edit_words.js";
+import { didYouMean } from "./field_message.js";
 import { chance, rowName, whereItWins } from "./lens_answers.js";
 import { isOther, isPosition } from "./positions.js";
 
@@ -105,10 +106,9 @@ export default class Lens extends View {
       offersTuned ? labelled("Lens", this.#lens) : "",
     );
     this.#token.addEventListener("input", () => this.#offerSpace());
-    this.#form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.context.navigate({ generate: this.#generate.value, token: this.#token.value, pos: "", from: "" });
-    });
+    onSubmit(this.#form, () =>
+      this.context.navigate({ generate: this.#generate.value, token: this.#token.value, pos: "", from: "" }),
+    );
   }
 
   /**
@@ -169,19 +169,7 @@ export default class Lens extends View {
       field.value = ` ${typed}`;
       this.#form.requestSubmit();
     };
-    this.#hint.replaceChildren(
-      ...(spaced
-        ? [
-            el(
-              "span",
-              {},
-              "Did you mean ",
-              actionButton(`“${shown(spaced)}”`, follow, { class: "small" }),
-              ` (id ${spaced.id}), with a space in front? The grid has this token.`,
-            ),
-          ]
-        : []),
-    );
+    this.#hint.replaceChildren(spaced ? didYouMean(spaced, follow, " The grid has this token.") : "");
     this.#hint.hidden = spaced === undefined;
   }
 

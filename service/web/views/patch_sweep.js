@@ -1,7 +1,7 @@
 // Patch every position at every layer, one after the other: where does the network keep what tells two prompts apart?
 
 import { isAbort, postStream } from "../api.js";
-import { actionButton, el, emit, labelled, textBox } from "../dom.js";
+import { actionButton, el, emit, labelled, onSubmit, textBox } from "../dom.js";
 import { scaleOf } from "../draw/colours.js";
 import "../draw/heat_map.js";
 import { count, number, quoted, shown } from "../format.js";
@@ -67,8 +67,7 @@ export class PatchSweep extends HTMLElement {
       this.#result,
     );
     this.#form.addEventListener("input", () => this.#message.clear());
-    this.#form.addEventListener("submit", (event) => {
-      event.preventDefault();
+    onSubmit(this.#form, () => {
       this.#end(); // the same sweep again, if it was stopped
       if (this.#other.value === "") return this.#message.show("Write a text.", this.#form, this.#other);
       return emit(this, "sweep", { other: this.#other.value });

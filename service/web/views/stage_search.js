@@ -1,6 +1,6 @@
 // A search box that finds a stage of the forward pass by its name, and leads to it.
 
-import { el, emit, labelled, textBox } from "../dom.js";
+import { el, emit, labelled, onSubmit, textBox } from "../dom.js";
 import { TERMS } from "../terms_list.js";
 import { isFound } from "../words.js";
 
@@ -28,10 +28,7 @@ export class StageSearch extends HTMLElement {
   connectedCallback() {
     if (this.childElementCount > 0) return;
     this.append(this.#form);
-    this.#form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.#go(this.#box.value.trim());
-    });
+    onSubmit(this.#form, () => this.#go(this.#box.value.trim()));
   }
 
   /** @param {{ stages: StageEntry[], layers: Set<string> }} shown */

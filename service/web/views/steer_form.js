@@ -1,6 +1,6 @@
 // The form that steers: more like one text, less like another.
 
-import { el, emit, labelled } from "../dom.js";
+import { el, emit, labelled, onSubmit } from "../dom.js";
 import { FieldMessage, isRefusal, messageOf } from "./field_message.js";
 import { steeringEdit } from "./steering.js";
 
@@ -33,10 +33,7 @@ export class SteerForm extends HTMLElement {
     if (this.childElementCount > 0) return;
     this.append(this.#form);
     this.#form.addEventListener("input", () => this.#message.clear());
-    this.#form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.#steer();
-    });
+    onSubmit(this.#form, () => this.#steer());
   }
 
   /** @param {{ source: Source, layer: number, hasTexts: boolean }} what */
