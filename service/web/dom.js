@@ -12,6 +12,7 @@ const SVG = "http://www.w3.org/2000/svg";
  *   [name: string]: unknown,
  * }} Attributes
  * @typedef {Node | string | false | null | undefined | Child[]} Child
+ * @typedef {(string | number | (string | number)[])[]} Options values, or [value, label] pairs
  */
 
 /**
@@ -108,9 +109,9 @@ export function labelled(text, control) {
 }
 
 /**
- * A select with `options`: values, or [value, label] pairs.
+ * A select.
  * @param {Attributes} attributes
- * @param {(string | number | (string | number)[])[]} options
+ * @param {Options} options
  * @param {string | number} [chosen]
  */
 export function select(attributes, options, chosen) {

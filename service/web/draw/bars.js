@@ -8,6 +8,7 @@ import { scrollRegion } from "./tables.js";
 /**
  * @import { Prediction } from "../answers.js"
  * @import { Child } from "../dom.js"
+ * @import { ColourMap } from "./colours.js"
  */
 
 /**
@@ -94,7 +95,8 @@ export function bar(share) {
  * A legend for colours between two texts.
  * @param {string} low
  * @param {string} high
+ * @param {ColourMap} map
  */
-export function barLegend(low, high) {
-  return el("span", { class: "legend-scale" }, low, " ", legendBar("sequential"), " ", high);
+export function barLegend(low, high, map = "sequential") {
+  return el("span", { class: "legend-scale" }, low, " ", legendBar(map), " ", high);
 }

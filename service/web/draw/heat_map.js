@@ -2,7 +2,8 @@
 
 import { context2d, el, emit } from "../dom.js";
 import { cut, number } from "../format.js";
-import { legendBar, pixelColours, scaleOf, shareOf } from "./colours.js";
+import { barLegend } from "./bars.js";
+import { pixelColours, scaleOf, shareOf } from "./colours.js";
 import { dataTable } from "./data_table.js";
 import { DrawnElement } from "./drawn_element.js";
 import { placeAfter } from "./grid_keys.js";
@@ -261,11 +262,7 @@ export class HeatMap extends DrawnElement {
     const isMasked = Array.prototype.some.call(values, (value) => value === null || !Number.isFinite(value));
     const [low, high] = scale.ends ?? [number(scale.low), number(scale.high)];
     this.#legend.replaceChildren(
-      low,
-      " ",
-      legendBar(scale.map),
-      " ",
-      high,
+      barLegend(low, high, scale.map),
       isMasked ? el("span", {}, " ", el("span", { class: "legend-masked" }), ` ${missing}`) : "",
     );
   }

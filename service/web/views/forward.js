@@ -233,13 +233,11 @@ export default class Forward extends View {
       ["", "all tokens together"],
       ...tokens.map((token) => [String(token.position), `${token.position} ${shown(token)}`]),
     ];
-    const choose = (/** @type {string} */ chosen) => this.context.navigate({ position: chosen });
+    const onchange = (/** @type {{ target: { value: string } }} */ { target }) =>
+      this.context.navigate({ position: target.value });
     const control = this.#position.querySelector("select");
     if (control && this.#shownTokens === tokens) control.value = position;
-    else
-      this.#position.replaceChildren(
-        labelled("Statistics of", select({ onchange: ({ target }) => choose(target.value) }, options, position)),
-      );
+    else this.#position.replaceChildren(labelled("Statistics of", select({ onchange }, options, position)));
     this.#shownTokens = tokens;
   }
 

@@ -50,11 +50,7 @@ export default class Lens extends View {
   #token = textBox("token", { size: "12", placeholder: "the final one" });
   #lens = select(
     { name: "lens", onchange: ({ target }) => this.context.navigate({ lens: target.value }) },
-    [
-      ["", "default"],
-      ["tuned", "tuned"],
-      ["plain", "plain"],
-    ],
+    [["", "default"], "tuned", "plain"],
     "",
   );
   #cells = select(

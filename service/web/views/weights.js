@@ -18,6 +18,7 @@ import { LOGITS, largest, meaningOf, productOf, wordOf } from "./token_product.j
 
 /**
  * @import { Model, PositionedToken, WeightAnswer, WeightInfo } from "../answers.js"
+ * @import { Options } from "../dom.js"
  * @import { Explained } from "../network/arithmetic/explanation.js"
  * @import { ViewRequest, ViewState } from "../view.js"
  * @import { Product } from "./token_product.js"
@@ -207,39 +208,24 @@ export default class Weights extends View {
         const reset = name === "weight" ? { ...FIRST, position } : name === "column" ? { cell: "" } : {};
         return this.context.navigate({ ...reset, [name]: target.value });
       };
-    const layers = [...new Set(infos.map(({ name }) => layerOf(name)))];
     const ofLayer = infos.filter(({ name }) => layerOf(name) === layerOf(info.name));
     const within = (/** @type {string} */ name) => name.replace(/^blocks\.\d+\./, "");
     const inLayer = (/** @type {string} */ layer) => {
       const same = infos.find(({ name }) => layerOf(name) === layer && within(name) === within(info.name));
       return (same ?? infos.find(({ name }) => layerOf(name) === layer))?.name ?? "";
     };
-    const parts = [
-      labelled(
-        "Layer",
-        select(
-          { onchange: go("weight") },
-          layers.map((layer) => [inLayer(layer), layer]),
-          info.name,
-        ),
-      ),
-      labelled(
-        "Weight",
-        select(
-          { onchange: go("weight") },
-          ofLayer.map(({ name }) => [name, within(name)]),
-          info.name,
-        ),
-      ),
-    ];
-    if (heads)
-      parts.push(labelled("Head", select({ onchange: go("head") }, [...Array(heads.size).keys()], heads.head)));
+    /** @type {(label: string, name: string, options: Options, chosen: string | number) => HTMLElement} */
+    const choice = (label, name, options, chosen) => labelled(label, select({ onchange: go(name) }, options, chosen));
+    const layers = [...new Set(infos.map(({ name }) => layerOf(name)))].map((layer) => [inLayer(layer), layer]);
+    const names = ofLayer.map(({ name }) => [name, within(name)]);
+    const parts = [choice("Layer", "weight", layers, info.name), choice("Weight", "weight", names, info.name)];
+    if (heads) parts.push(choice("Head", "head", [...Array(heads.size).keys()], heads.head));
     const [ofRows, ofColumns] = isProduct ? ["Inputs", "Results"] : ["Rows", "Columns"];
     for (const [name, label, axis] of /** @type {[string, string, Axis][]} */ ([
       ["row", ofRows, rows],
       ["column", ofColumns, columns],
     ]))
-      if (axis.size > PART) parts.push(labelled(label, select({ onchange: go(name) }, partsOf(axis), axis.start)));
+      if (axis.size > PART) parts.push(choice(label, name, partsOf(axis), axis.start));
     this.#controls.replaceChildren(...parts);
   }
 
