@@ -119,7 +119,11 @@ export class PatternGrid extends DrawnElement {
   /** The layers of which something can be seen now. */
   visibleLayers() {
     const rows = findAll(this, "[role=row][data-layer]");
-    return rows.filter((row) => isVisible(row.getBoundingClientRect())).map((row) => Number(row.dataset.layer));
+    const seen = rows.filter((row) => {
+      const { top, bottom } = row.getBoundingClientRect();
+      return bottom > -AHEAD && top < innerHeight + AHEAD;
+    });
+    return seen.map((row) => Number(row.dataset.layer));
   }
 
   /** All patterns that were fetched, in one canvas with the numbers of layers and heads, for a download. */
@@ -254,11 +258,6 @@ export class PatternGrid extends DrawnElement {
     if (pattern) paint(canvas, pattern);
     else canvas.width = canvas.height = 1;
   }
-}
-
-/** @param {DOMRect} box */
-function isVisible(box) {
-  return box.bottom > -AHEAD && box.top < innerHeight + AHEAD;
 }
 
 /**

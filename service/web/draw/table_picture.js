@@ -13,19 +13,10 @@ export function tablePicture(table) {
   const cells = [...table.querySelectorAll("th, td")].map((cell) => {
     const { backgroundColor, boxShadow, color } = getComputedStyle(cell);
     const { x, y, width: w, height: h } = at(cell.getBoundingClientRect());
+    const frame = { x: x + 1.5, y: y + 1.5, width: w - 3, height: h - 3, fill: "none" };
     return [
       svg("rect", { x, y, width: w, height: h, fill: backgroundColor }),
-      boxShadow === "none"
-        ? []
-        : svg("rect", {
-            x: x + 1.5,
-            y: y + 1.5,
-            width: w - 3,
-            height: h - 3,
-            fill: "none",
-            stroke: color,
-            "stroke-width": 3,
-          }),
+      boxShadow !== "none" && svg("rect", { ...frame, stroke: color, "stroke-width": 3 }),
     ];
   });
   const lines = [...table.querySelectorAll("tr")].map((row) => {

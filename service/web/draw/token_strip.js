@@ -16,8 +16,9 @@ let numStrips = 0;
 
 /**
  * <token-strip>. `reset(label)` empties it, `add({token, share, said})` appends a token: its text, its colour as a
- * share from 0 to 1, and a text such as "71 %" for its number; `show(label, entries)` does both. Event "choose" with detail {index}. With the attribute
- * `signs`, each space has a sign; without it, only a space that is a token of its own.
+ * share from 0 to 1, and a text such as "71 %" for its number. `show(label, entries)` does both. Event "choose" with
+ * detail {index}. With the attribute `signs`, each space has a sign; without it, only a space that is a token of its
+ * own.
  */
 export class TokenStrip extends DrawnElement {
   /** @type {Entry[]} */

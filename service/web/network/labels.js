@@ -3,7 +3,7 @@
 
 import { cut, number, percent, shown } from "../format.js";
 import { colour, textOn } from "../draw/colours.js";
-import { bandOf, isSplit } from "./scene.js";
+import { bandOf } from "./scene.js";
 import { headPlaces, isMasked, shareOf } from "./strips.js";
 
 /**
@@ -186,6 +186,3 @@ export function brief(value) {
   if (size >= 1e4 || (size < 1e-3 && size > 0)) return value.toExponential(1).replace("-", "−");
   return value.toPrecision(3).replace("-", "−");
 }
-
-/** Whether there is room for lanes. @param {Scene} scene */
-export const hasLanes = ({ layout }) => isSplit(layout.rowSize);

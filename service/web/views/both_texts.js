@@ -45,7 +45,8 @@ export class BothTexts extends HTMLElement {
     this.#plain.mark(null);
     const off = switchedOff(model.generation_defaults);
     const request = { ...body, temperature: 0, max_tokens: room, logprobs: 1, ...off };
-    await Promise.all([this.#writePlain(request, signal), this.#writeEdited({ ...request, edits }, signal)]);
+    const edited = edits.length > 0 ? this.#edited.stream({ ...request, edits }, signal) : this.#edited.clear();
+    await Promise.all([this.#writePlain(request, signal), edited]);
     if (edits.length === 0) return undefined;
     const { index, said } = firstDifference(this.#edited.tokens, this.#plain.tokens);
     this.#said.textContent = said;
@@ -70,15 +71,6 @@ export class BothTexts extends HTMLElement {
     this.#key = "";
     await this.#plain.stream(request, signal);
     this.#key = key;
-  }
-
-  /**
-   * @param {Body & { edits: Edit[] }} request
-   * @param {AbortSignal} signal
-   */
-  async #writeEdited(request, signal) {
-    if (request.edits.length > 0) await this.#edited.stream(request, signal);
-    else this.#edited.clear();
   }
 }
 

@@ -206,7 +206,9 @@ export default class Forward extends View {
             overview,
             state.position === "" ? overview.tokens.length - 1 : readPosition(state.position, overview.tokens.length),
           );
-        const dims = this.#map.dimsOf(name, overview, this.context.service.model);
+        // an unknown stage has no axes: the service says what is wrong with it
+        const known = [...overview.stages, ...(this.context.service.model?.stages ?? [])];
+        const dims = known.find((stage) => stage.name === name)?.dims ?? [];
         const heads = dims.some((dim) => dim === "head" || dim === "kv_head") ? { heads: [Number(state.head)] } : {};
         const body = {
           ...base,

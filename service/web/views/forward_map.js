@@ -11,7 +11,7 @@ import "./next_tokens.js";
 import { StageCard, StageValues, isPrediction } from "./stage_card.js";
 
 /**
- * @import { Architecture, ForwardAnswer, Model, Stage } from "../answers.js"
+ * @import { Architecture, ForwardAnswer, Stage } from "../answers.js"
  * @import { Pass } from "../network/pass.js"
  * @import { StageEntry } from "../stages.js"
  * @import { Part, Section } from "./block_map.js"
@@ -158,18 +158,6 @@ export class ForwardMap extends HTMLElement {
       name === "loss" ? lossTable() : this.#passOn(el("next-tokens"), "position"),
     );
     /** @type {Predictions} */ (content).show({ ...answer, position });
-  }
-
-  /**
-   * The names of the axes of a stage. An unknown stage has none: the service says what is wrong with it.
-   * @param {string} name
-   * @param {{ stages: Stage[] }} answer
-   * @param {Model | null} model
-   */
-  dimsOf(name, { stages }, model) {
-    return (
-      (stages.find((stage) => stage.name === name) ?? model?.stages.find((stage) => stage.name === name))?.dims ?? []
-    );
   }
 
   /** @param {string} name */

@@ -128,7 +128,10 @@ export default class Interventions extends View {
     this.#body = null;
     this.#state = state;
     this.#halves.classList.remove("is-kept"); // late numbers turn grey
-    if (this.#served !== model) this.#forget(); // the service was restarted, and may serve another model
+    if (this.#served !== model) {
+      this.#texts.clear(); // the service was restarted, and may serve another model
+      this.#sweep.show(null);
+    }
     this.#served = model;
     const sweep = this.#sweep.show(state.other === "" ? null : { name, prompt, other: read(state.other) });
     sweep.catch(() => {}); // its error is thrown below, unless the edits have one
@@ -149,11 +152,6 @@ export default class Interventions extends View {
 
   leave() {
     this.#sweep.leave();
-  }
-
-  #forget() {
-    this.#texts.clear();
-    this.#sweep.show(null);
   }
 
   /**
