@@ -104,9 +104,9 @@ export class AttentionArcs extends DrawnElement {
   #token({ position, x, width, gap, upright }, labels, weights, query) {
     const isQuery = position === query;
     const look = { fill: "currentColor", "font-weight": isQuery ? 700 : 400 };
-    /** @type {(y: number, content: string, size?: number) => SVGElement} */
-    const flat = (y, content, size) =>
-      svg("text", { x, y, "text-anchor": "middle", "font-size": size, ...look }, content);
+    /** @type {(y: number, content: string, size?: number, more?: object) => SVGElement} */
+    const flat = (y, content, size, more) =>
+      svg("text", { x, y, "text-anchor": "middle", "font-size": size, ...look, ...more }, content);
     /** @type {(y: number, content: string, size?: number) => SVGElement} */
     const down = (y, content, size) =>
       svg("text", { transform: `translate(${x - 4} ${y}) rotate(90)`, "font-size": size, ...look }, content);
@@ -135,13 +135,7 @@ export class AttentionArcs extends DrawnElement {
       }),
       upright ? down(HEIGHT + 5, cut(labels[position], LETTERS)) : flat(HEIGHT + 16, cut(labels[position], LETTERS)),
       share === "" ? null : upright ? down(HEIGHT + upright + 12, share, 11) : flat(HEIGHT + 40, share, 11),
-      gap
-        ? svg(
-            "text",
-            { x: x - width / 2 - gap / 2, y: HEIGHT + 16, "text-anchor": "middle", fill: "currentColor" },
-            "…",
-          )
-        : null,
+      gap ? flat(HEIGHT + 16, "…", undefined, { x: x - width / 2 - gap / 2, "font-weight": 400 }) : null,
     );
   }
 

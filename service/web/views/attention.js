@@ -125,10 +125,9 @@ export default class Attention extends View {
     await this.#fetchRows(this.#grid.visibleLayers(), signal);
     const means = await this.#maps.means(layers, signal);
     const { tokens } = this.#maps;
-    if (isNew && state.pos !== "" && !isPosition(state.pos, tokens.length))
-      return this.context.navigate({ pos: "" }, { replace: true });
-    if (isNew && state.key !== "" && !isPosition(state.key, tokens.length))
-      return this.context.navigate({ key: "" }, { replace: true });
+    for (const name of /** @type {const} */ (["pos", "key"]))
+      if (isNew && state[name] !== "" && !isPosition(state[name], tokens.length))
+        return this.context.navigate({ [name]: "" }, { replace: true });
     const query = state.pos === "" ? tokens.length - 1 : readIndex(state.pos, "position", tokens.length);
     const key = state.key === "" ? Math.max(0, query - 1) : readIndex(state.key, "key", tokens.length);
     const all = await this.#weigh(means, target, query, key, signal);

@@ -87,6 +87,8 @@ export class EditForm extends HTMLElement {
     this.#vectors = vectors;
     const parts = Object.entries(PARTS).filter(([end]) => model.stages.some(({ name }) => name === `blocks.0.${end}`));
     const numbers = (/** @type {number} */ size) => Array.from({ length: size }, (_, index) => index);
+    const numberBox = (/** @type {Name} */ name, /** @type {string} */ value) =>
+      el("input", { name, type: "number", step: "any", value, class: "short" });
     const hint =
       vectors.length > 0
         ? select({ name: "vector" }, vectors)
@@ -100,12 +102,9 @@ export class EditForm extends HTMLElement {
       part: labelled("Part", select({ name: "part" }, parts)),
       layer: labelled("Layer", select({ name: "layer" }, [...numbers(model.config.num_layers), ["*", "all"]])),
       head: labelled("Head", select({ name: "head" }, [...numbers(model.sizes.head), ["", "all"]])),
-      factor: labelled(
-        "Factor",
-        el("input", { name: "factor", type: "number", step: "any", value: "2", class: "short" }),
-      ),
+      factor: labelled("Factor", numberBox("factor", "2")),
       vector: vectors.length > 0 ? labelled("Vector", hint) : hint,
-      scale: labelled("times", el("input", { name: "scale", type: "number", step: "any", value: "1", class: "short" })),
+      scale: labelled("times", numberBox("scale", "1")),
       source: labelled("Other prompt", el("input", { name: "source", size: "40", spellcheck: "false" })),
       positions: labelled(
         "Positions",

@@ -118,7 +118,11 @@ export default class Network extends View {
     );
     this.#picture.addEventListener("choose", ({ detail }) => this.#choose(detail.spot, detail.isName));
     this.#picture.addEventListener("point", ({ detail }) => this.#say(detail.spot));
-    this.#picture.addEventListener("wheelhint", () => this.#showHint(), { once: true });
+    const showHint = () => {
+      this.#hint.hidden = false;
+      setTimeout(() => (this.#hint.hidden = true), HINT_MILLISECONDS);
+    };
+    this.#picture.addEventListener("wheelhint", showHint, { once: true });
     this.#picture.addEventListener("settle", () => {
       if (this.#picture.scene && this.#picture.scene.layout.zoom > 1) this.#hint.hidden = true;
       this.#fill().catch(this.context.report);
@@ -169,12 +173,6 @@ export default class Network extends View {
     if (this.#hasWriters(state))
       setTimeout(() => !signal.aborted && readWriters(pass, row).catch(this.context.report), IDLE_MILLISECONDS);
     return undefined;
-  }
-
-  /** Say how to zoom to somebody whose wheel scrolled the page over the picture, once. */
-  #showHint() {
-    this.#hint.hidden = false;
-    setTimeout(() => (this.#hint.hidden = true), HINT_MILLISECONDS);
   }
 
   /** The articles whose networks are served. @returns {[string, Lesson][]} */

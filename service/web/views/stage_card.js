@@ -142,14 +142,6 @@ function shortLabel({ label, part }) {
   return short[0].toUpperCase() + short.slice(1);
 }
 
-/**
- * Whether the values of a stage are shown head by head.
- * @param {string[]} dims
- */
-export function hasHeads(dims) {
-  return dims.some((dim) => HEAD_AXES.includes(dim));
-}
-
 /** <stage-values>: the values of a stage as a heat map, with a choice of the head. Event "head" with detail {head}. */
 export class StageValues extends HTMLElement {
   #stage;
@@ -177,7 +169,8 @@ export class StageValues extends HTMLElement {
   show({ tokens, stage, head, numHeads, kvHead }) {
     const { dims } = stage;
     this.#axes.textContent = axesInWords(dims);
-    this.#showHeads(hasHeads(dims), head, numHeads, dims.includes("kv_head") ? kvHead : null);
+    const isByHead = dims.some((dim) => HEAD_AXES.includes(dim));
+    this.#showHeads(isByHead, head, numHeads, dims.includes("kv_head") ? kvHead : null);
     const shape = stage.shape.filter((_, axis) => dims[axis] !== "batch" && !HEAD_AXES.includes(dims[axis]));
     const [rows, columns] = [shape[0], shape[1] ?? 1];
     const labels = tokens.map((token) => `${token.position} ${shown(token)}`);

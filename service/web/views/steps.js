@@ -273,15 +273,7 @@ export default class Steps extends View {
     const { config, dtype, limits } = this.model;
     const ofToken = limits.cache_token_bytes;
     const ofNumber = ofToken / (2 * config.num_layers * config.num_kv_heads * config.d_head);
-    const window = config.window
-      ? [
-          [
-            "Sliding window",
-            `${config.windowed_layers ? "Some layers read" : "Each layer reads"} only the last ${config.window} ` +
-              "positions.",
-          ],
-        ]
-      : [];
+    const layers = config.windowed_layers ? "Some layers read" : "Each layer reads";
     const entries = [
       ["Computed", `${count(step.positions.length)} of ${count(step.stored)} positions`],
       ["Read from the cache", `${count(step.read)} positions`],
@@ -301,7 +293,7 @@ export default class Steps extends View {
           `heads${sharedBy(config)} × ${config.d_head} numbers × ${number(ofNumber).replace(/\.0+$/, "")} ` +
           `bytes${ofNumber === BYTES[dtype] ? ` (${dtype})` : ""} = ${count(ofToken)}`,
       ],
-      ...window,
+      ...(config.window ? [["Sliding window", `${layers} only the last ${config.window} positions.`]] : []),
     ];
     this.#figures.replaceChildren(...entries.flatMap(([name, says]) => [el("dt", {}, name), el("dd", {}, says)]));
   }

@@ -98,7 +98,9 @@ export default class WorkedExamples extends View {
       prompt: prompt.text,
       detail: "values",
     });
-    const answers = await Promise.all(examples.map((each) => answerOf(bodyOf(each), signal)));
+    // their stages have nested lists of numbers, because the body asks for no encoding
+    const given = await Promise.all(examples.map((each) => cached("/forward", bodyOf(each), signal)));
+    const answers = /** @type {WorkedAnswer[]} */ (/** @type {unknown} */ (given));
     const [body, answer] = [bodyOf(example), answers[examples.indexOf(example)]];
     answers.forEach(({ worked_example: { slips } }, index) => {
       const said = find(this.#choice.children[index], ".num-wrong");
@@ -271,16 +273,6 @@ export default class WorkedExamples extends View {
     );
     return this.#slips.append(el("p", {}, count), table);
   }
-}
-
-/**
- * The answer for a worked example, whose stages have nested lists of numbers, because its body asks for no encoding.
- * @param {object} body
- * @param {AbortSignal} signal
- */
-async function answerOf(body, signal) {
-  const answer = await cached("/forward", body, signal);
-  return /** @type {WorkedAnswer} */ (/** @type {unknown} */ (answer));
 }
 
 /**
