@@ -142,17 +142,8 @@ export async function postBlob(path, body, signal) {
 }
 
 /**
- * POST a body, and return the tensors of the answer: name → {shape, values}. Large rows arrive faster than as JSON.
- * @param {string} path
- * @param {object} body
- * @param {AbortSignal} [signal]
- */
-export async function postTensors(path, body, signal) {
-  return (await postPass(path, body, signal)).tensors;
-}
-
-/**
- * POST a body, and return the answer without its numbers, and the tensors: name → {shape, values}.
+ * POST a body, and return the answer without its numbers, and the tensors: name → {shape, values}. Large rows
+ * arrive faster than as JSON.
  * @param {string} path
  * @param {object} body
  * @param {AbortSignal} [signal]

@@ -12,6 +12,7 @@ const SVG = "http://www.w3.org/2000/svg";
  *   [name: string]: unknown,
  * }} Attributes
  * @typedef {Node | string | false | null | undefined | Child[]} Child
+ * @typedef {(string | number | (string | number)[])[]} Options values, or [value, label] pairs
  */
 
 /**
@@ -68,6 +69,37 @@ function flat(children) {
 }
 
 /**
+ * A button that does something on the page. Those that submit a form are `el("button", { type: "submit" })`.
+ * @param {Child} label
+ * @param {() => unknown} act
+ * @param {Attributes} attributes
+ */
+export function actionButton(label, act, attributes = {}) {
+  return el("button", { type: "button", onclick: () => act(), ...attributes }, label);
+}
+
+/**
+ * Do something when a form is submitted, in place of what the browser does.
+ * @param {HTMLFormElement} form
+ * @param {() => unknown} act
+ */
+export function onSubmit(form, act) {
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    act();
+  });
+}
+
+/**
+ * A box for a text that is no prose, such as a token or a name.
+ * @param {string} name
+ * @param {Attributes} attributes
+ */
+export function textBox(name, attributes = {}) {
+  return el("input", { name, spellcheck: "false", autocomplete: "off", ...attributes });
+}
+
+/**
  * A labelled control: label text, then the control.
  * @param {string} text
  * @param {HTMLElement} control
@@ -77,9 +109,9 @@ export function labelled(text, control) {
 }
 
 /**
- * A select with `options`: values, or [value, label] pairs.
+ * A select.
  * @param {Attributes} attributes
- * @param {(string | number | (string | number)[])[]} options
+ * @param {Options} options
  * @param {string | number} [chosen]
  */
 export function select(attributes, options, chosen) {
@@ -97,6 +129,16 @@ export function select(attributes, options, chosen) {
  */
 export function context2d(canvas) {
   return /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
+}
+
+/**
+ * Tell who listens to an element that something has happened: an event with a detail.
+ * @param {HTMLElement} element
+ * @param {string} type
+ * @param {unknown} [detail]
+ */
+export function emit(element, type, detail) {
+  element.dispatchEvent(new CustomEvent(type, { detail }));
 }
 
 /**

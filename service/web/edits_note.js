@@ -2,7 +2,7 @@
 
 /** @import { Edit } from "./answers.js" */
 
-import { el } from "./dom.js";
+import { actionButton, el } from "./dom.js";
 
 /**
  * Show how many edits the address has, or nothing if there are none. `text`: the edits of the address, or undefined;
@@ -30,11 +30,7 @@ export function showEditsNote(box, text, { href, open, remove, isApplied }) {
       : `${what} set in the view Interventions. This view does not apply edits: it shows the model without them. `,
     el("a", { href, onclick: follow }, "Open Interventions"),
     " ",
-    el(
-      "button",
-      { type: "button", class: "small", onclick: remove },
-      number === 1 ? "Remove the edit" : "Remove the edits",
-    ),
+    actionButton(number === 1 ? "Remove the edit" : "Remove the edits", remove, { class: "small" }),
   );
 }
 

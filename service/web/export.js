@@ -1,13 +1,12 @@
 // What is shown, to copy and download: its text, the request as curl or Python, its answer as safetensors, pictures.
 
 import { hasKey, postBlob } from "./api.js";
-import { el } from "./dom.js";
+import { actionButton, el } from "./dom.js";
 import { asPng, asSvg } from "./draw/pictures.js";
 
 /**
  * @import { Drawable } from "./draw/pictures.js"
  * @import { View, ViewRequest } from "./view.js"
- * @typedef {{ method: string, name: string, first: string[], ends: string[] }} Call
  * @typedef {(request: ViewRequest, options: { base: string, withKey?: boolean }) => string} Write
  */
 
@@ -26,47 +25,23 @@ export function asCurl({ path, body, query }, { base, withKey }) {
 }
 
 /**
- * Path → the method of the Python client, the fields that it takes by their order, and what the program then has.
- * @type {Record<string, Call>}
+ * Path → the method of the Python client, a name for its result, the fields that it takes by their order, and the lines
+ * that show the result.
+ * @type {Record<string, [method: string, name: string, first: string[], ends: string[]]>}
  */
 const CALLS = {
-  "/forward": {
-    method: "run",
-    name: "trace",
-    first: ["prompt", "stages"],
-    ends: [...arraysOf("trace"), "print(trace.loss)"],
-  },
-  "/attribute": {
-    method: "attribute",
-    name: "attribution",
-    first: ["method", "prompt"],
-    ends: [...arraysOf("attribution"), "print(list(attribution.answer))"],
-  },
-  "/logits": {
-    method: "logits",
-    name: "logits",
-    first: ["prompt"],
-    ends: ["print(logits.logits.shape)", "print(logits.logits)"],
-  },
-  "/patterns": {
-    method: "patterns",
-    name: "patterns",
-    first: ["prompt"],
-    ends: ["print(patterns.values.shape)", "print(patterns.values)"],
-  },
-  "/generate": {
-    method: "generate",
-    name: "generation",
-    first: ["prompt"],
-    ends: ["print(generation.tokens)", "print(generation.text)"],
-  },
-  "/weights/": {
-    method: "weight",
-    name: "weight",
-    first: ["name"],
-    ends: ["print(weight.name, weight.shape)", "print(weight.values)"],
-  },
-  "/status": { method: "status", name: "status", first: [], ends: ["print(status)"] },
+  "/forward": ["run", "trace", ["prompt", "stages"], [...arraysOf("trace"), "print(trace.loss)"]],
+  "/attribute": [
+    "attribute",
+    "attribution",
+    ["method", "prompt"],
+    [...arraysOf("attribution"), "print(list(attribution.answer))"],
+  ],
+  "/logits": ["logits", "logits", ["prompt"], ["print(logits.logits.shape)", "print(logits.logits)"]],
+  "/patterns": ["patterns", "patterns", ["prompt"], ["print(patterns.values.shape)", "print(patterns.values)"]],
+  "/generate": ["generate", "generation", ["prompt"], ["print(generation.tokens)", "print(generation.text)"]],
+  "/weights/": ["weight", "weight", ["name"], ["print(weight.name, weight.shape)", "print(weight.values)"]],
+  "/status": ["status", "status", [], ["print(status)"]],
 };
 
 /**
@@ -83,7 +58,7 @@ function arraysOf(name) {
  */
 export function asPython({ path, body, query }, { base, withKey }) {
   const [, route, ofPath] = /** @type {string[]} */ (/^(\/weights\/|.*)(.*)$/.exec(path));
-  const { method, name, first, ends } = CALLS[route];
+  const [method, name, first, ends] = CALLS[route];
   /** @type {Record<string, any>} */
   const given = { ...withoutEncoding(body ?? {}), ...(ofPath && { name: ofPath }), ...query };
   const { stream: _stream, ...fields } = given;
@@ -183,7 +158,7 @@ export class ExportBar extends HTMLElement {
    * @param {() => unknown} act
    */
   #button(label, act) {
-    return el("button", { type: "button", onclick: () => Promise.resolve().then(act).catch(this.#report) }, label);
+    return actionButton(label, () => Promise.resolve().then(act).catch(this.#report));
   }
 
   /**

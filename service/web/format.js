@@ -19,6 +19,23 @@ export function number(value) {
 }
 
 /**
+ * A number with its sign, for differences and shares.
+ * @param {number} value
+ */
+export function signed(value) {
+  return `${value > 0 ? "+" : ""}${number(value)}`;
+}
+
+/**
+ * A text of at most so many characters.
+ * @param {string} text
+ * @param {number} most
+ */
+export function cut(text, most) {
+  return text.length > most ? `${text.slice(0, Math.max(1, most - 1))}…` : text;
+}
+
+/**
  * A count with separators for thousands.
  * @param {number} value
  */

@@ -5,7 +5,7 @@ import { keyDialog } from "./api_key.js";
 import { architectureOf, isWorkedExample } from "./articles.js";
 import { ApiError, getJson, isAbort, onKeyNeeded } from "./api.js";
 import { Connection, isAway } from "./connection.js";
-import { around, el, find, findAll } from "./dom.js";
+import { around, el, find, findAll, onSubmit } from "./dom.js";
 import { showEditsNote } from "./edits_note.js";
 import { forget } from "./passes.js";
 import { defaultPrompt, readPrompt } from "./prompts.js";
@@ -417,10 +417,7 @@ function connect() {
     event.preventDefault();
     navigate({ view: link.dataset.name });
   });
-  byId("input").addEventListener("submit", (event) => {
-    event.preventDefault();
-    navigate({ prompt: byId("prompt").value });
-  });
+  onSubmit(byId("input"), () => navigate({ prompt: byId("prompt").value }));
   byId("prompt").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();

@@ -1,5 +1,7 @@
 // Prompts: what the form shows at first, and what the text of the form means.
 
+import { isWorkedExample } from "./articles.js";
+
 /**
  * @import { Prompt } from "./answers.js"
  * @import { Service } from "./view.js"
@@ -33,8 +35,7 @@ export function defaultPrompt(service, name) {
  * @returns {Prompt}
  */
 export function readPrompt(service, name, text) {
-  const isExample = service.models.some((model) => model.name === name && model.kind === "worked_example");
-  if (isExample || hasTokenizer(service) || !LIST_OF_IDS.test(text)) return text;
+  if (isWorkedExample(service, name) || hasTokenizer(service) || !LIST_OF_IDS.test(text)) return text;
   return JSON.parse(text);
 }
 

@@ -9,7 +9,10 @@
  */
 export function distribution(logits, { temperature = 1, topK = 0, topP = 1 } = {}) {
   const largest = largestOf(logits);
-  if (temperature === 0) return oneHot(logits, logits.indexOf(largest));
+  if (temperature === 0) {
+    const best = logits.indexOf(largest);
+    return Float64Array.from(logits, (_, index) => (index === best ? 1 : 0));
+  }
   const weights = Float64Array.from(logits, (logit) => weightOf(logit, largest, temperature));
   const least = threshold(normalize(weights), topK, topP);
   return normalize(weights.map((weight) => (weight < least ? 0 : weight)));
@@ -20,17 +23,6 @@ function largestOf(logits) {
   let largest = -Infinity;
   for (const logit of logits) if (logit !== null && Number.isFinite(logit) && logit > largest) largest = logit;
   return largest;
-}
-
-/**
- * Temperature 0: the most likely token is certain.
- * @param {{ length: number }} logits
- * @param {number} index
- */
-function oneHot({ length }, index) {
-  const certain = new Float64Array(length);
-  certain[index] = 1;
-  return certain;
 }
 
 /**

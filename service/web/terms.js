@@ -23,6 +23,26 @@ export function term(id, label = TERMS[id].label) {
   return el("span", { class: "term-place" }, button, box, WORD_JOINER);
 }
 
+/**
+ * A text in which terms stand in braces, as "the {residual}", or as "the {logit|logits}" to call one by another name.
+ * Numbers and names that the page puts into the text must not have braces.
+ * @param {string} text
+ */
+export function withTerms(text) {
+  return text.split(/[{}]/).map((part, index) => {
+    const [id, label] = part.split("|");
+    return index % 2 === 0 ? part : term(/** @type {TermId} */ (id), label);
+  });
+}
+
+/**
+ * A paragraph in a faint colour, with terms in braces.
+ * @param {string} text
+ */
+export function note(text) {
+  return el("p", { class: "faint" }, withTerms(text));
+}
+
 /** A box to filter terms, and a list of all terms with their explanations. */
 export function glossary() {
   const ids = /** @type {TermId[]} */ (Object.keys(TERMS));

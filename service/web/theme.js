@@ -3,6 +3,10 @@
 const KEY = "forwardscope-theme";
 const darkSystem = matchMedia("(prefers-color-scheme: dark)");
 
+/** Colours of the style sheets that scripts read. As registered colours, they are those of the theme. */
+for (const name of "page panel text faint line river bank path branch negative edit".split(" "))
+  CSS.registerProperty({ name: `--${name}`, syntax: "<color>", inherits: true, initialValue: "black" });
+
 /** Whether the page is dark at this moment. */
 export function isDark() {
   const chosen = document.documentElement.dataset.theme;

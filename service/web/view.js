@@ -30,6 +30,15 @@
  * @typedef {{ name: string, element: Drawable }} Picture
  */
 
+/**
+ * The model and the prompt of a state, as requests take them.
+ * @param {Pick<ViewState, "model" | "prompt">} state
+ * @returns {{ model?: string, prompt: Prompt }}
+ */
+export function bodyOf({ model, prompt }) {
+  return { ...(model && { model }), prompt };
+}
+
 export class View extends HTMLElement {
   /**
    * Parameters of this view in the address: name → default. All values are texts; "" usually means automatic.

@@ -1,8 +1,9 @@
 // The tokens of a prompt in a line, with arcs from one of them, the query, to the tokens that it attends to. In SVG.
 
-import { el, svg } from "../dom.js";
-import { percent } from "../format.js";
+import { el, emit, svg } from "../dom.js";
+import { cut, percent } from "../format.js";
 import { colour, css } from "./colours.js";
+import { DrawnElement } from "./drawn_element.js";
 
 /**
  * @typedef {{ labels: string[], weights: Float32Array, query: number }} Shown
@@ -15,6 +16,7 @@ import { colour, css } from "./colours.js";
 const ALL = 40; // up to this many tokens, all are drawn if they fit; of more, only the query and the strongest
 // pixels of a token that is written from top to bottom, and of "…" beside it
 const UPRIGHT = { least: 16, most: 34, gap: 10 };
+const LETTERS = 12; // the longest label
 const LETTER = 8; // the width of a letter
 const MOST_SPACE = 40; // pixels between tokens where there is much room
 const HEIGHT = 120; // pixels above the tokens
@@ -28,24 +30,15 @@ const LEAST = 0.01; // weights below have no arc
  * a token, and null when it leaves. In a line that leaves tokens out, the mouse points at none, because another query
  * would move the tokens below it.
  */
-export class AttentionArcs extends HTMLElement {
+export class AttentionArcs extends DrawnElement {
   /** @type {Shown} */
   #shown;
   /** @type {number | null} the token below the mouse */
   #pointed = null;
   #note = el("p", { class: "faint" });
-  #width = 0; // of the room for which the picture was drawn
-  #redraw = () => this.#shown && this.#draw();
-  #resized = new ResizeObserver(() => this.clientWidth > 0 && this.clientWidth !== this.#width && this.#redraw());
 
-  connectedCallback() {
-    addEventListener("themechange", this.#redraw);
-    this.#resized.observe(this);
-  }
-
-  disconnectedCallback() {
-    removeEventListener("themechange", this.#redraw);
-    this.#resized.disconnect();
+  redraw() {
+    if (this.#shown) this.#draw();
   }
 
   /** @param {Shown} shown */
@@ -60,8 +53,7 @@ export class AttentionArcs extends HTMLElement {
 
   #draw() {
     const { labels, weights, query } = this.#shown;
-    this.#width = this.clientWidth;
-    const places = placesIn(this.#width || 700, labels, weights, query);
+    const places = placesIn(this.clientWidth || 700, labels, weights, query);
     const [{ upright }] = places;
     const width = Math.ceil(endOf(places));
     const from = places.find(({ position }) => position === query)?.x ?? 0; // the query is always drawn
@@ -112,9 +104,9 @@ export class AttentionArcs extends HTMLElement {
   #token({ position, x, width, gap, upright }, labels, weights, query) {
     const isQuery = position === query;
     const look = { fill: "currentColor", "font-weight": isQuery ? 700 : 400 };
-    /** @type {(y: number, content: string, size?: number) => SVGElement} */
-    const flat = (y, content, size) =>
-      svg("text", { x, y, "text-anchor": "middle", "font-size": size, ...look }, content);
+    /** @type {(y: number, content: string, size?: number, more?: object) => SVGElement} */
+    const flat = (y, content, size, more) =>
+      svg("text", { x, y, "text-anchor": "middle", "font-size": size, ...look, ...more }, content);
     /** @type {(y: number, content: string, size?: number) => SVGElement} */
     const down = (y, content, size) =>
       svg("text", { transform: `translate(${x - 4} ${y}) rotate(90)`, "font-size": size, ...look }, content);
@@ -127,7 +119,7 @@ export class AttentionArcs extends HTMLElement {
         id: `arc-token-${position}`,
         "aria-selected": String(isQuery),
         class: "arc-token",
-        onclick: () => this.#choose(position),
+        onclick: () => emit(this, "query", { position }),
         onpointerenter: (event) => event.pointerType === "mouse" && this.#point(position),
       },
       svg("title", {}, said), // also the name for screen readers
@@ -141,28 +133,17 @@ export class AttentionArcs extends HTMLElement {
         stroke: "currentColor",
         "stroke-width": isQuery ? 2.5 : 0.4,
       }),
-      upright ? down(HEIGHT + 5, cut(labels[position])) : flat(HEIGHT + 16, cut(labels[position])),
+      upright ? down(HEIGHT + 5, cut(labels[position], LETTERS)) : flat(HEIGHT + 16, cut(labels[position], LETTERS)),
       share === "" ? null : upright ? down(HEIGHT + upright + 12, share, 11) : flat(HEIGHT + 40, share, 11),
-      gap
-        ? svg(
-            "text",
-            { x: x - width / 2 - gap / 2, y: HEIGHT + 16, "text-anchor": "middle", fill: "currentColor" },
-            "…",
-          )
-        : null,
+      gap ? flat(HEIGHT + 16, "…", undefined, { x: x - width / 2 - gap / 2, "font-weight": 400 }) : null,
     );
-  }
-
-  /** @param {number} position */
-  #choose(position) {
-    this.dispatchEvent(new CustomEvent("query", { detail: { position } }));
   }
 
   /** @param {number | null} position */
   #point(position) {
     if (position === this.#pointed || this.querySelectorAll(".arc-token").length < this.#shown.labels.length) return;
     this.#pointed = position;
-    this.dispatchEvent(new CustomEvent("point", { detail: { position } }));
+    emit(this, "point", { position });
   }
 
   /** @param {KeyboardEvent} event */
@@ -172,7 +153,7 @@ export class AttentionArcs extends HTMLElement {
     const places = { ArrowLeft: query - 1, ArrowRight: query + 1, Home: 0, End: labels.length - 1 };
     if (!(event.key in places)) return;
     event.preventDefault();
-    this.#choose(Math.min(Math.max(places[event.key], 0), labels.length - 1));
+    emit(this, "query", { position: Math.min(Math.max(places[event.key], 0), labels.length - 1) });
   }
 }
 
@@ -195,7 +176,7 @@ function placesIn(room, labels, weights, query) {
   const positions = drawn(weights, query, Math.min(ALL, fitting), Math.min(ALL / 2, strongest - 1));
   const gaps = positions.length < all.length ? positions.length * UPRIGHT.gap : 0;
   const width = Math.min(UPRIGHT.most, Math.max(UPRIGHT.least, Math.floor((room - 20 - gaps) / positions.length)));
-  const upright = LETTER * Math.max(...positions.map((position) => cut(labels[position]).length));
+  const upright = LETTER * Math.max(...positions.map((position) => cut(labels[position], LETTERS).length));
   return spread(room, labels, positions, { left: 10, size: () => width, space: 0, hole: UPRIGHT.gap, upright });
 }
 
@@ -255,7 +236,7 @@ function sayLeftOut(places, weights, query) {
 /** @type {Arrangement} */
 const FLAT = {
   left: 4,
-  size: (label) => Math.max(44, LETTER * cut(label).length + 10),
+  size: (label) => Math.max(44, LETTER * cut(label, LETTERS).length + 10),
   space: 4,
   hole: 18,
   upright: 0,
@@ -296,11 +277,6 @@ function arc(from, to, relative, weight, farthest) {
     });
   const top = HEIGHT - (24 + (HEIGHT * 1.25 - 24) * Math.sqrt(Math.abs(from - to) / farthest));
   return svg("path", { d: `M ${from} ${HEIGHT} C ${from} ${top} ${to} ${top} ${to} ${HEIGHT}`, ...look });
-}
-
-/** @param {string} text */
-function cut(text) {
-  return text.length > 12 ? `${text.slice(0, 11)}…` : text;
 }
 
 customElements.define("attention-arcs", AttentionArcs);

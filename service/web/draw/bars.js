@@ -1,9 +1,15 @@
 // Shares as horizontal bars in a table: a bar for each row, beside its texts.
 
 import { el } from "../dom.js";
-import { percent } from "../format.js";
+import { percent, shown } from "../format.js";
+import { legendBar } from "./colours.js";
+import { scrollRegion } from "./tables.js";
 
-/** @import { Child } from "../dom.js" */
+/**
+ * @import { Prediction } from "../answers.js"
+ * @import { Child } from "../dom.js"
+ * @import { ColourMap } from "./colours.js"
+ */
 
 /**
  * A table of bars. `columns`: headings; `rows`: {cells, shares, mark}: texts or elements, the lengths of the bars from
@@ -35,12 +41,7 @@ export function barTable({ caption, columns: [first, ...others], rows }) {
     ),
   );
   const table = el("table", { class: "bars", "aria-label": caption }, el("thead", {}, head), el("tbody", {}, body));
-  return el(
-    "div",
-    {},
-    el("p", { class: "faint" }, caption, longest),
-    el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, table),
-  );
+  return el("div", {}, el("p", { class: "faint" }, caption, longest), scrollRegion(caption, table));
 }
 
 /**
@@ -65,6 +66,24 @@ function barCell(shares, { low, size }) {
 }
 
 /**
+ * Likely tokens with their ids and probabilities.
+ * @param {string} caption
+ * @param {Prediction[]} top
+ * @param {number} [marked] the id of the token that stands out
+ */
+export function predictionTable(caption, top, marked) {
+  return barTable({
+    caption,
+    columns: ["token", "id", "probability"],
+    rows: top.map((each) => ({
+      cells: [shown(each), String(each.id), percent(each.probability)],
+      shares: [each.probability],
+      mark: each.id === marked,
+    })),
+  });
+}
+
+/**
  * A bar alone, of a length from 0 to 1.
  * @param {number} share
  */
@@ -73,10 +92,11 @@ export function bar(share) {
 }
 
 /**
- * A legend for colours between two texts. The colours follow the theme, because they are those of the style sheet.
+ * A legend for colours between two texts.
  * @param {string} low
  * @param {string} high
+ * @param {ColourMap} map
  */
-export function barLegend(low, high) {
-  return el("span", { class: "legend-scale" }, low, " ", el("span", { class: "legend-bar sequential" }), " ", high);
+export function barLegend(low, high, map = "sequential") {
+  return el("span", { class: "legend-scale" }, low, " ", legendBar(map), " ", high);
 }

@@ -1,7 +1,9 @@
 // A grid of short texts on colours, with a heading for each row and column. One tab stop: the arrow keys move inside.
 
-import { around, el, findAll, svg } from "../dom.js";
+import { around, el, emit, findAll, svg } from "../dom.js";
+import { cut } from "../format.js";
 import { colour, css, textOn } from "./colours.js";
+import { DrawnElement } from "./drawn_element.js";
 import { moveFocus, placeAfter } from "./grid_keys.js";
 
 const [NARROW, WIDE] = [66, 86]; // pixels from one column to the next on the page
@@ -23,7 +25,7 @@ const CELL = { width: 84, height: 36, heading: 150 }; // pixels, of the picture 
  * <cell-grid>. `show({label, corner, columns, rows})` draws it. `select(row, column)` marks a cell. Event "choose" with
  * {row, column}.
  */
-export class CellGrid extends HTMLElement {
+export class CellGrid extends DrawnElement {
   /** @type {Grid} */
   #shown;
   #at = { row: 0, column: 0 };
@@ -32,20 +34,10 @@ export class CellGrid extends HTMLElement {
   #fitting = 1; // how many columns can be seen at once
   #table = el("table");
   #box = el("div", { class: "scroll" });
-  #redraw = () => this.#paint();
-  #resized = new ResizeObserver(() => this.#fit());
 
-  connectedCallback() {
-    addEventListener("themechange", this.#redraw);
-    this.#resized.observe(this);
+  build() {
     this.#box.addEventListener("scroll", () => this.#hint());
-    if (this.childElementCount === 0) this.append(this.#box);
-    if (this.#shown) this.#paint();
-  }
-
-  disconnectedCallback() {
-    removeEventListener("themechange", this.#redraw);
-    this.#resized.disconnect();
+    this.append(this.#box);
   }
 
   /** @param {Grid} shown */
@@ -71,9 +63,9 @@ export class CellGrid extends HTMLElement {
     this.#table.addEventListener("keydown", (event) => this.#press(event));
     this.#table.addEventListener("click", (event) => this.#choose(around(event, "td")));
     this.#box.replaceChildren(this.#table);
-    this.#paint();
+    this.redraw();
     this.select(Math.min(this.#at.row, shown.rows.length - 1), Math.min(this.#at.column, shown.columns.length - 1));
-    this.#fit();
+    this.resized();
     if (hadFocus) this.#cellOf(this.#at).focus({ preventScroll: true });
   }
 
@@ -97,7 +89,7 @@ export class CellGrid extends HTMLElement {
   }
 
   /** Narrow the columns until all fit; if they cannot, show a whole number of them, so that none is cut. */
-  #fit() {
+  resized() {
     if (!this.#shown || this.clientWidth === 0) return;
     const heading = headingIn(this.clientWidth);
     const [room, number] = [this.clientWidth - heading - 2, this.#shown.columns.length];
@@ -126,7 +118,7 @@ export class CellGrid extends HTMLElement {
       svg(
         "text",
         { x, y, "font-size": size, "font-family": "sans-serif", "text-anchor": anchor ?? "middle", fill },
-        content.length > 12 && anchor === undefined ? `${content.slice(0, 11)}…` : content,
+        anchor === undefined ? cut(content, 12) : content,
       );
     const page = getComputedStyle(this).color;
     const names = columns.map(({ label }, column) => text(heading + (column + 0.5) * width, 22, label, 12, page));
@@ -168,7 +160,7 @@ export class CellGrid extends HTMLElement {
   }
 
   /** Colours, which depend on the theme. */
-  #paint() {
+  redraw() {
     for (const cell of this.#body.querySelectorAll("td")) {
       const { row, column } = placeOf(cell);
       const background = colour(this.#shown.rows[row].cells[column].share);
@@ -194,7 +186,7 @@ export class CellGrid extends HTMLElement {
 
   /** @param {HTMLElement | null} cell */
   #choose(cell) {
-    if (cell) this.dispatchEvent(new CustomEvent("choose", { detail: placeOf(cell) }));
+    if (cell) emit(this, "choose", placeOf(cell));
   }
 
   /** @param {KeyboardEvent} event */

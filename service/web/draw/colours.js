@@ -1,6 +1,7 @@
 // Colour maps for numbers. Both can be told apart by people who are colour-blind, and in both the strongest colour
 // means the largest size: near zero, a cell has nearly the colour of the page.
 
+import { el } from "../dom.js";
 import { isDark } from "../theme.js";
 
 /**
@@ -9,43 +10,18 @@ import { isDark } from "../theme.js";
  * @typedef {{ map: ColourMap, low: number, high: number, ends?: string[] }} Scale `ends`: texts for the legend
  */
 
-/** @type {Record<"light" | "dark", Colour[]>} */
-const SEQUENTIAL = {
-  light: [
-    [247, 251, 255],
-    [198, 219, 239],
-    [107, 174, 214],
-    [33, 113, 181],
-    [8, 48, 107],
-  ],
-  dark: [
-    [20, 26, 34],
-    [23, 60, 104],
-    [35, 110, 170],
-    [90, 170, 215],
-    [222, 240, 252],
-  ],
-};
-/** @type {Record<"light" | "dark", Colour[]>} */
-const DIVERGING = {
-  light: [
-    [170, 52, 4],
-    [240, 124, 40],
-    [254, 212, 170],
-    [247, 248, 250],
-    [184, 210, 238],
-    [74, 140, 208],
-    [16, 66, 132],
-  ],
-  dark: [
-    [255, 206, 150],
-    [238, 132, 46],
-    [112, 62, 22],
-    [22, 28, 37],
-    [28, 66, 110],
-    [66, 144, 220],
-    [186, 222, 255],
-  ],
+const channels = (/** @type {string} */ hex) =>
+  /** @type {Colour} */ ([1, 3, 5].map((from) => Number.parseInt(hex.slice(from, from + 2), 16)));
+/** The colours of each map, at equal distances. @type {Record<ColourMap, Record<"light" | "dark", Colour[]>>} */
+const STOPS = {
+  sequential: {
+    light: ["#f7fbff", "#c6dbef", "#6baed6", "#2171b5", "#08306b"].map(channels),
+    dark: ["#141a22", "#173c68", "#236eaa", "#5aaad7", "#def0fc"].map(channels),
+  },
+  diverging: {
+    light: ["#aa3404", "#f07c28", "#fed4aa", "#f7f8fa", "#b8d2ee", "#4a8cd0", "#104284"].map(channels),
+    dark: ["#ffce96", "#ee842e", "#703e16", "#161c25", "#1c426e", "#4290dc", "#badeff"].map(channels),
+  },
 };
 
 /**
@@ -55,13 +31,40 @@ const DIVERGING = {
  * @returns {Colour}
  */
 export function colour(share, map = "sequential") {
-  const stops = (map === "diverging" ? DIVERGING : SEQUENTIAL)[isDark() ? "dark" : "light"];
+  const stops = STOPS[map][isDark() ? "dark" : "light"];
   const place = Math.min(Math.max(share, 0), 1) * (stops.length - 1);
   const index = Math.min(Math.floor(place), stops.length - 2);
   const between = (/** @type {number} */ value, /** @type {number} */ next) =>
     Math.round(value + (place - index) * (next - value));
   const [[red, green, blue], next] = [stops[index], stops[index + 1]];
   return [between(red, next[0]), between(green, next[1]), between(blue, next[2])];
+}
+
+/** Map and theme → 256 colours as pixels. @type {Record<string, Uint32Array>} */
+const pixels = {};
+
+/**
+ * 256 colours of a map as the 32 bits of an opaque pixel, in the order of bytes of this machine.
+ * @param {ColourMap} map
+ */
+export function pixelColours(map) {
+  const key = `${map} ${isDark() ? "dark" : "light"}`;
+  if (!pixels[key]) {
+    const bytes = Array.from({ length: 256 }, (_, index) => [...colour(index / 255, map), 255]);
+    pixels[key] = new Uint32Array(Uint8Array.from(bytes.flat()).buffer);
+  }
+  return pixels[key];
+}
+
+/**
+ * A bar with the colours of a map, for a legend. It follows the theme.
+ * @param {ColourMap} map
+ */
+export function legendBar(map) {
+  const { light, dark } = STOPS[map];
+  const stops = light.map((each, index) => `light-dark(${css(each)}, ${css(dark[index])})`);
+  const style = { backgroundImage: `linear-gradient(to right, ${stops.join(", ")})` };
+  return el("span", { class: "legend-bar", "aria-hidden": "true", style });
 }
 
 /**

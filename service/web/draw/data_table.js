@@ -1,7 +1,8 @@
 // The numbers behind a picture as a table, which is built when it is opened.
 
-import { el } from "../dom.js";
+import { actionButton, el } from "../dom.js";
 import { number } from "../format.js";
+import { bodyRow, headRow, scrollRegion } from "./tables.js";
 
 /**
  * @typedef {string | number | null | undefined} Cell
@@ -29,54 +30,44 @@ export function dataTable(read, label = "Show as a table") {
       (x) => Math.max(x, 0),
     );
     const some = rows.slice(fromRow, fromRow + PAGE_ROWS);
-    const head = el(
-      "tr",
-      {},
-      el("th", { scope: "col" }, corner),
-      names.slice(fromColumn, fromColumn + PAGE_COLUMNS).map((name) => el("th", { scope: "col" }, name)),
-    );
-    const body = some.map(([name, ...cells]) =>
-      el(
-        "tr",
-        {},
-        el("th", { scope: "row" }, String(name)),
-        cells
-          .slice(fromColumn, fromColumn + PAGE_COLUMNS)
-          .map((cell) => el("td", {}, typeof cell === "number" ? number(cell) : cell)),
-      ),
-    );
-    const table = el(
-      "div",
-      { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    const head = headRow([corner, ...names.slice(fromColumn, fromColumn + PAGE_COLUMNS)]);
+    const body = some.map(([name, ...cells]) => {
+      const seen = cells.slice(fromColumn, fromColumn + PAGE_COLUMNS);
+      return bodyRow(
+        String(name),
+        seen.map((cell) => (typeof cell === "number" ? number(cell) : cell)),
+      );
+    });
+    const table = scrollRegion(
+      caption,
       el("table", {}, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, body)),
     );
-    const pages = [
-      pager("rows", "row", fromRow, PAGE_ROWS, rows.length),
-      pager("columns", "column", fromColumn, PAGE_COLUMNS, names.length),
-    ];
-    box.replaceChildren(summary, ...pages.filter((each) => each !== null), table);
-  };
-  /**
-   * @param {string} name
-   * @param {"row" | "column"} axis
-   * @param {number} from
-   * @param {number} size
-   * @param {number} total
-   */
-  const pager = (name, axis, from, size, total) => {
-    if (total <= size) return null;
-    const go = (/** @type {number} */ to) => () => {
-      place[axis] = to;
-      draw();
-    };
-    return el(
-      "p",
-      { class: "pager" },
-      el("button", { type: "button", disabled: from === 0, onclick: go(Math.max(0, from - size)) }, `Earlier ${name}`),
-      ` ${name} ${from} to ${Math.min(from + size, total) - 1} of ${total} `,
-      el("button", { type: "button", disabled: from + size >= total, onclick: go(from + size) }, `Later ${name}`),
-    );
+    const pages = /** @type {const} */ ([
+      ["row", { from: fromRow, size: PAGE_ROWS, total: rows.length }],
+      ["column", { from: fromColumn, size: PAGE_COLUMNS, total: names.length }],
+    ]).map(([axis, page]) => {
+      const go = (/** @type {number} */ from) => {
+        place[axis] = from;
+        draw();
+      };
+      return page.total > page.size ? el("p", {}, pager(`${axis}s`, page, go)) : "";
+    });
+    box.replaceChildren(summary, ...pages, table);
   };
   box.addEventListener("toggle", () => box.open && draw());
   return Object.assign(box, { refresh: () => box.open && draw() });
+}
+
+/**
+ * Buttons that lead to the pages before and after one, and which part this one is. `go` gets the beginning of a page.
+ * @param {string} name of the parts, such as "rows"
+ * @param {{ from: number, size: number, total: number }} page
+ * @param {(from: number) => unknown} go
+ */
+export function pager(name, { from, size, total }, go) {
+  return [
+    actionButton(`Earlier ${name}`, () => go(Math.max(0, from - size)), { disabled: from === 0 }),
+    ` ${name} ${from} to ${Math.min(from + size, total) - 1} of ${total} `,
+    actionButton(`Later ${name}`, () => go(from + size), { disabled: from + size >= total }),
+  ];
 }

@@ -1,9 +1,11 @@
 // A matrix as a heat map on a canvas: labelled rows and columns, the value under the pointer, a legend, and a table.
 
-import { context2d, el } from "../dom.js";
-import { number } from "../format.js";
-import { colour, css, scaleOf, shareOf } from "./colours.js";
+import { context2d, el, emit } from "../dom.js";
+import { cut, number } from "../format.js";
+import { barLegend } from "./bars.js";
+import { pixelColours, scaleOf, shareOf } from "./colours.js";
 import { dataTable } from "./data_table.js";
+import { DrawnElement } from "./drawn_element.js";
 import { placeAfter } from "./grid_keys.js";
 
 /**
@@ -21,8 +23,10 @@ import { placeAfter } from "./grid_keys.js";
 const MAX_CELL = 26;
 const MIN_CELL = 2;
 const SQUARE = { cell: 48, picture: 560 }; // the largest cells of a small square map, and its size
+export const LETTERS = 14; // of the longest label
 const LABEL_PIXELS = 12; // the height of a label
 const FONT = `${LABEL_PIXELS - 1}px system-ui, sans-serif`;
+const MASKED = 0x5a808080; // a pixel of a masked cell: grey, in part transparent
 const SLANT = Math.PI / 3; // the angle of the labels of columns
 
 /**
@@ -36,7 +40,7 @@ const SLANT = Math.PI / 3; // the angle of the labels of columns
  * Events: "cell", with detail {row, column, value} (or null), when the pointer or the keyboard moves to a cell;
  * "choose", when a cell is clicked or Enter is pressed.
  */
-export class HeatMap extends HTMLElement {
+export class HeatMap extends DrawnElement {
   /** @type {Data & Look} */
   #data;
   /** @type {Place | null} the cell under the pointer or the keyboard */
@@ -44,17 +48,16 @@ export class HeatMap extends HTMLElement {
   /** @type {Place | null} the cell that was clicked */
   #kept = null;
   #labels = { rows: 0, columns: 0 }; // the widths of the longest labels
-  #canvas = el("canvas", { tabindex: "0", role: "img" });
+  canvas = el("canvas", { tabindex: "0", role: "img" });
   #value = el("p", { class: "under-pointer", "aria-live": "polite" });
   #legend = el("p", { class: "legend" });
   #frame = el("div", { class: "row-frame", hidden: true });
   #cell = el("div", { class: "row-frame", hidden: true }); // around the cell whose value is shown
   #tip = el("p", { class: "cell-tip", "aria-hidden": "true", hidden: true }); // its value, beside it
-  #box = el("div", { class: "scroll" }, el("div", { class: "plane" }, this.#canvas, this.#frame, this.#cell));
+  #box = el("div", { class: "scroll" }, el("div", { class: "plane" }, this.canvas, this.#frame, this.#cell));
   /** @type {number | null} */
   #framedRow = null;
   #table = dataTable(() => this.#tableOf());
-  #redraw = () => this.#data && this.#draw();
 
   /** @param {Data & Partial<Look>} data */
   set data(data) {
@@ -111,28 +114,16 @@ export class HeatMap extends HTMLElement {
     Object.assign(this.#tip.style, { top: `${from}px`, left: `${Math.min(most, Math.max(0, middle))}px` });
   }
 
-  get canvas() {
-    return this.#canvas;
-  }
-
-  connectedCallback() {
-    if (this.childElementCount === 0) this.#build();
-    addEventListener("themechange", this.#redraw);
-    addEventListener("resize", this.#redraw);
+  redraw() {
     if (this.#data) this.#draw();
   }
 
-  disconnectedCallback() {
-    removeEventListener("themechange", this.#redraw);
-    removeEventListener("resize", this.#redraw);
-  }
-
-  #build() {
+  build() {
     this.append(this.#value, this.#box, this.#tip, this.#legend, this.#table);
-    this.#canvas.addEventListener("pointermove", (event) => this.#move(this.#cellAt(event)));
-    this.#canvas.addEventListener("pointerleave", () => this.#move(null));
-    this.#canvas.addEventListener("click", (event) => this.#keep(this.#cellAt(event)));
-    this.#canvas.addEventListener("keydown", (event) => this.#press(event));
+    this.canvas.addEventListener("pointermove", (event) => this.#move(this.#cellAt(event)));
+    this.canvas.addEventListener("pointerleave", () => this.#move(null));
+    this.canvas.addEventListener("click", (event) => this.#keep(this.#cellAt(event)));
+    this.canvas.addEventListener("keydown", (event) => this.#press(event));
   }
 
   /** Sizes in pixels of the page: of a cell, and of the labels. */
@@ -144,20 +135,11 @@ export class HeatMap extends HTMLElement {
     // how far the last label of a column may reach to the right
     const slant = isLong ? Math.cos(SLANT) * this.#labels.columns + 6 : this.#labels.columns / 2;
     const room = Math.max(160, (this.clientWidth || 700) - left - slant - 4);
-    const largest = rows === columns ? Math.max(MAX_CELL, Math.min(SQUARE.cell, SQUARE.picture / columns)) : MAX_CELL;
+    const isSquare = rows === columns;
+    const largest = isSquare ? Math.max(MAX_CELL, Math.min(SQUARE.cell, SQUARE.picture / columns)) : MAX_CELL;
     const width = Math.min(largest, Math.max(MIN_CELL, room / columns));
-    const height = Math.min(
-      MAX_CELL,
-      Math.max(MIN_CELL, Math.min(rows > 40 ? 560 / rows : 20, rows === columns ? width : 20)),
-    );
-    return {
-      left,
-      top,
-      slant,
-      isLong,
-      width: rows === columns ? Math.min(width, Math.max(height, width)) : width,
-      height: rows === columns ? width : height,
-    };
+    const height = isSquare ? width : Math.max(MIN_CELL, rows > 40 ? 560 / rows : 20);
+    return { left, top, slant, isLong, width, height };
   }
 
   #draw() {
@@ -168,10 +150,10 @@ export class HeatMap extends HTMLElement {
       Math.ceil(left + columns * width + 4 + Math.max(0, slant - width / 2)),
       Math.ceil(top + rows * height + 4),
     ];
-    this.#canvas.width = w * ratio;
-    this.#canvas.height = h * ratio;
-    Object.assign(this.#canvas.style, { width: `${w}px`, height: `${h}px` });
-    const context = context2d(this.#canvas);
+    this.canvas.width = w * ratio;
+    this.canvas.height = h * ratio;
+    Object.assign(this.canvas.style, { width: `${w}px`, height: `${h}px` });
+    const context = context2d(this.canvas);
     context.scale(ratio, ratio);
     context.imageSmoothingEnabled = false;
     context.drawImage(cells(values, rows, columns, scale), left, top, columns * width, rows * height);
@@ -179,7 +161,7 @@ export class HeatMap extends HTMLElement {
     context.strokeStyle = context.fillStyle;
     context.lineWidth = 2;
     for (const [row, column] of mark) context.strokeRect(left + column * width, top + row * height, width, height);
-    this.#canvas.setAttribute("aria-label", this.#describe());
+    this.canvas.setAttribute("aria-label", this.#describe());
     this.#placeFrame();
     this.#showValue();
     this.#showLegend();
@@ -195,13 +177,13 @@ export class HeatMap extends HTMLElement {
     context.textBaseline = "middle";
     const every = (/** @type {number} */ size) => Math.max(1, Math.ceil((LABEL_PIXELS + 1) / size));
     for (let row = 0; row < rows; row += every(height))
-      context.fillText(cut(rowLabels[row]), 2, top + (row + 0.5) * height, left - 6);
+      context.fillText(cut(rowLabels[row], LETTERS), 2, top + (row + 0.5) * height, left - 6);
     for (let column = 0; column < columns; column += every(isLong ? width : width / 2)) {
       context.save();
       context.translate(left + (column + 0.5) * width, top - 4);
       if (isLong) context.rotate(-SLANT);
       else context.textAlign = "center";
-      context.fillText(cut(columnLabels[column]), 0, isLong ? 0 : -4);
+      context.fillText(cut(columnLabels[column], LETTERS), 0, isLong ? 0 : -4);
       context.restore();
     }
     context.font = `italic ${FONT}`;
@@ -225,7 +207,7 @@ export class HeatMap extends HTMLElement {
     if (shown?.row === this.#at?.row && shown?.column === this.#at?.column && cell) return;
     this.#at = shown;
     this.#showValue();
-    this.dispatchEvent(new CustomEvent("cell", { detail: cell && { ...cell, value: this.#valueOf(cell) } }));
+    emit(this, "cell", cell && { ...cell, value: this.#valueOf(cell) });
   }
 
   /**
@@ -241,7 +223,7 @@ export class HeatMap extends HTMLElement {
 
   /** @param {Place} cell */
   #choose(cell) {
-    this.dispatchEvent(new CustomEvent("choose", { detail: { ...cell, value: this.#valueOf(cell) } }));
+    emit(this, "choose", { ...cell, value: this.#valueOf(cell) });
   }
 
   /** @param {KeyboardEvent} event */
@@ -277,17 +259,10 @@ export class HeatMap extends HTMLElement {
 
   #showLegend() {
     const { scale, values, missing } = this.#data;
-    const bar = el("span", { class: "legend-bar" });
-    const stops = Array.from({ length: 9 }, (_, index) => css(colour(index / 8, scale.map)));
-    bar.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
     const isMasked = Array.prototype.some.call(values, (value) => value === null || !Number.isFinite(value));
     const [low, high] = scale.ends ?? [number(scale.low), number(scale.high)];
     this.#legend.replaceChildren(
-      low,
-      " ",
-      bar,
-      " ",
-      high,
+      barLegend(low, high, scale.map),
       isMasked ? el("span", {}, " ", el("span", { class: "legend-masked" }), ` ${missing}`) : "",
     );
   }
@@ -326,11 +301,6 @@ function enclose({ style }, left, top, width, height) {
   Object.assign(style, { left: `${left - 2}px`, top: `${top - 2}px`, width: w, height: h });
 }
 
-/** @param {string} text */
-export function cut(text) {
-  return text.length > 14 ? `${text.slice(0, 13)}…` : text;
-}
-
 /**
  * The width in pixels of the longest label.
  * @param {string[]} labels
@@ -338,7 +308,7 @@ export function cut(text) {
 export function widest(labels) {
   const context = context2d(el("canvas"));
   context.font = FONT;
-  return labels.reduce((width, label) => Math.max(width, context.measureText(cut(label)).width), LABEL_PIXELS);
+  return labels.reduce((width, label) => Math.max(width, context.measureText(cut(label, LETTERS)).width), LABEL_PIXELS);
 }
 
 /**
@@ -352,14 +322,13 @@ export function cells(values, rows, columns, scale) {
   const canvas = el("canvas", { width: columns, height: rows });
   const context = context2d(canvas);
   const image = context.createImageData(columns, rows);
-  const table = Array.from({ length: 256 }, (_, index) => colour(index / 255, scale.map));
+  const pixels = new Uint32Array(image.data.buffer);
+  const colours = pixelColours(scale.map);
   for (let index = 0; index < rows * columns; index++) {
     const value = values[index];
     const isMasked = value === null || !Number.isFinite(value);
-    const [red, green, blue] = isMasked
-      ? [128, 128, 128]
-      : table[Math.min(255, Math.max(0, Math.round(255 * shareOf(value, scale))))];
-    image.data.set([red, green, blue, isMasked ? 90 : 255], 4 * index);
+    const share = isMasked ? 0 : Math.round(255 * shareOf(value, scale));
+    pixels[index] = isMasked ? MASKED : colours[Math.min(255, Math.max(0, share))];
   }
   context.putImageData(image, 0, 0);
   return canvas;

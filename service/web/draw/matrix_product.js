@@ -1,11 +1,12 @@
 // A product of a vector with a matrix as a picture: the input above the columns, the result beside the rows.
 
-import { context2d, el } from "../dom.js";
-import { number } from "../format.js";
-import { colour, css, scaleOf } from "./colours.js";
+import { context2d, el, emit } from "../dom.js";
+import { cut, number } from "../format.js";
+import { legendBar, scaleOf } from "./colours.js";
 import { dataTable } from "./data_table.js";
+import { DrawnElement } from "./drawn_element.js";
 import { placeAfter } from "./grid_keys.js";
-import { cells, cut, widest } from "./heat_map.js";
+import { LETTERS, cells, widest } from "./heat_map.js";
 
 /**
  * @import { Numbers } from "../api.js"
@@ -95,7 +96,7 @@ function textWidth(text) {
  * With the attribute `small`, it shows one row, has words, no table, and moves once when it appears.
  * Event "choose", with detail {row}, when a row is clicked or Enter is pressed.
  */
-export class MatrixProduct extends HTMLElement {
+export class MatrixProduct extends DrawnElement {
   /** @type {Product & { scale: Scale, inputScale: Scale, outputScale: Scale }} */
   #data;
   /** @type {Place} the place under the pointer or the keyboard */
@@ -107,7 +108,6 @@ export class MatrixProduct extends HTMLElement {
   #result = el("canvas", { "aria-hidden": "true" }); // beside the matrix, which may scroll
   #box = el("div", { class: "beside-matrix" }, el("div", { class: "scroll" }, this.#canvas), this.#result);
   #table = dataTable(() => this.#tableOf());
-  #redraw = () => this.#data && this.#draw();
 
   /** @param {Product} data */
   set data(data) {
@@ -138,19 +138,11 @@ export class MatrixProduct extends HTMLElement {
     return this.hasAttribute("small");
   }
 
-  connectedCallback() {
-    if (this.childElementCount === 0) this.#build();
-    addEventListener("themechange", this.#redraw);
-    addEventListener("resize", this.#redraw);
-    this.#redraw();
+  redraw() {
+    if (this.#data) this.#draw();
   }
 
-  disconnectedCallback() {
-    removeEventListener("themechange", this.#redraw);
-    removeEventListener("resize", this.#redraw);
-  }
-
-  #build() {
+  build() {
     this.append(this.#value, this.#box, ...(this.#isSmall ? [] : [this.#legend, this.#table]));
     this.#result.hidden = this.#isSmall;
     for (const canvas of [this.#canvas, this.#result]) {
@@ -257,7 +249,7 @@ export class MatrixProduct extends HTMLElement {
     context.fillStyle = this.#colours.text;
     const every = (/** @type {number} */ size) => Math.max(1, Math.ceil(13 / size));
     for (let index = 0; index < rows; index += every(height))
-      context.fillText(cut(rowLabels[index]), 2, matrixTop + (index + 0.5) * height, left - 6);
+      context.fillText(cut(rowLabels[index], LETTERS), 2, matrixTop + (index + 0.5) * height, left - 6);
     context.fillText(`${inputName} →`, left, top - LINE / 2);
     if (row !== null) context.fillText(`${rowName} ${rowLabels[row]}: input × weight`, left, termsTop - LINE / 2 - 1);
     context.textAlign = "center";
@@ -354,7 +346,7 @@ export class MatrixProduct extends HTMLElement {
   /** @param {Place} place */
   #choose(place) {
     this.#move(place);
-    if (place.row !== null) this.dispatchEvent(new CustomEvent("choose", { detail: { row: place.row } }));
+    if (place.row !== null) emit(this, "choose", { row: place.row });
   }
 
   /** @param {KeyboardEvent} event */
@@ -371,11 +363,8 @@ export class MatrixProduct extends HTMLElement {
 
   #showLegend() {
     const { scale, inputScale, outputScale, outputName } = this.#data;
-    const bar = el("span", { class: "legend-bar" });
-    const stops = Array.from({ length: 9 }, (_, index) => css(colour(index / 8, scale.map)));
-    bar.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
     const others = `the strongest colour of the input is ${number(inputScale.high)}, of the ${outputName} `;
-    const ends = [`weights ${number(scale.low)} `, bar, ` ${number(scale.high)}; `];
+    const ends = [`weights ${number(scale.low)} `, legendBar(scale.map), ` ${number(scale.high)}; `];
     this.#legend.replaceChildren(...ends, `${others}${number(outputScale.high)}`);
   }
 

@@ -1,9 +1,10 @@
 // A grid of small attention patterns: a row for each layer, a column for each head. It knows nothing about requests: it
 // says which rows can be seen, and its owner gives it their patterns.
 
-import { around, context2d, el, find, findAll } from "../dom.js";
+import { around, context2d, el, emit, find, findAll } from "../dom.js";
 import { placeName } from "../network/names.js";
-import { colour } from "./colours.js";
+import { pixelColours } from "./colours.js";
+import { DrawnElement } from "./drawn_element.js";
 import { moveFocus, placeAfter } from "./grid_keys.js";
 
 /**
@@ -24,7 +25,7 @@ const AHEAD = 200; // rows that are this near to the window count as visible
  * Events: "visible" with detail [layer, …] when rows come into sight; "point" with {layer, head} or null; "choose" with
  * {layer, head}.
  */
-export class PatternGrid extends HTMLElement {
+export class PatternGrid extends DrawnElement {
   #layers = 0;
   #heads = 0;
   /** @type {Map<number, Pattern[]>} layer → its patterns */
@@ -34,15 +35,14 @@ export class PatternGrid extends HTMLElement {
   #chosen = { layer: 0, head: 0 };
   /** @type {IntersectionObserver | null} */
   #observer = null;
-  #redraw = () => this.#drawAll();
 
   connectedCallback() {
-    addEventListener("themechange", this.#redraw);
+    super.connectedCallback();
     this.#observe();
   }
 
   disconnectedCallback() {
-    removeEventListener("themechange", this.#redraw);
+    super.disconnectedCallback();
     this.#observer?.disconnect();
   }
 
@@ -52,7 +52,7 @@ export class PatternGrid extends HTMLElement {
    */
   reset({ layers, heads }) {
     this.#patterns.clear();
-    if (layers === this.#layers && heads === this.#heads) return this.#drawAll();
+    if (layers === this.#layers && heads === this.#heads) return this.redraw();
     [this.#layers, this.#heads] = [layers, heads];
     this.#build();
     return this.#observe();
@@ -119,7 +119,11 @@ export class PatternGrid extends HTMLElement {
   /** The layers of which something can be seen now. */
   visibleLayers() {
     const rows = findAll(this, "[role=row][data-layer]");
-    return rows.filter((row) => isVisible(row.getBoundingClientRect())).map((row) => Number(row.dataset.layer));
+    const seen = rows.filter((row) => {
+      const { top, bottom } = row.getBoundingClientRect();
+      return bottom > -AHEAD && top < innerHeight + AHEAD;
+    });
+    return seen.map((row) => Number(row.dataset.layer));
   }
 
   /** All patterns that were fetched, in one canvas with the numbers of layers and heads, for a download. */
@@ -186,7 +190,7 @@ export class PatternGrid extends HTMLElement {
         "aria-selected": "false",
         "aria-label": placeName(layer, head),
         dataset: { layer, head },
-        onclick: () => this.#choose({ layer, head }),
+        onclick: () => emit(this, "choose", { layer, head }),
       },
       canvas,
     );
@@ -199,7 +203,7 @@ export class PatternGrid extends HTMLElement {
         const layers = entries
           .filter((entry) => entry.isIntersecting)
           .map(({ target }) => Number(target.getAttribute("data-layer")));
-        if (layers.length > 0) this.dispatchEvent(new CustomEvent("visible", { detail: layers }));
+        if (layers.length > 0) emit(this, "visible", layers);
       },
       { rootMargin: `${AHEAD}px` },
     );
@@ -215,15 +219,10 @@ export class PatternGrid extends HTMLElement {
     return this.#cells[layer]?.[head];
   }
 
-  /** @param {Place} place */
-  #choose(place) {
-    this.dispatchEvent(new CustomEvent("choose", { detail: place }));
-  }
-
   /** @param {HTMLElement | null} cell */
   #point(cell) {
     const detail = cell && { layer: Number(cell.dataset.layer), head: Number(cell.dataset.head) };
-    this.dispatchEvent(new CustomEvent("point", { detail }));
+    emit(this, "point", detail);
   }
 
   /** @param {KeyboardEvent} event */
@@ -233,16 +232,18 @@ export class PatternGrid extends HTMLElement {
     const [layer, head] = [Number(cell.dataset.layer), Number(cell.dataset.head)];
     const place = placeAfter(event.key, layer, head, this.#heads);
     const next = place && this.#cells[place[0]]?.[place[1]];
-    if (event.key === "Enter" || event.key === " ") this.#choose({ layer, head });
+    if (event.key === "Enter" || event.key === " ") emit(this, "choose", { layer, head });
     else if (next) moveFocus(cell, next);
     else if (!place) return;
     event.preventDefault();
   }
 
-  #drawAll() {
+  redraw() {
     for (let layer = 0; layer < this.#layers; layer++)
       for (let head = 0; head < this.#heads; head++) this.#drawCell(layer, head);
   }
+
+  resized() {} // the size of a cell stays, so that the page does not jump
 
   /**
    * @param {number} layer
@@ -259,11 +260,6 @@ export class PatternGrid extends HTMLElement {
   }
 }
 
-/** @param {DOMRect} box */
-function isVisible(box) {
-  return box.bottom > -AHEAD && box.top < innerHeight + AHEAD;
-}
-
 /**
  * One pixel for each number, 0 to 255.
  * @param {HTMLCanvasElement} canvas
@@ -273,22 +269,9 @@ function paint(canvas, { size, values }) {
   canvas.width = canvas.height = size;
   const image = new ImageData(size, size);
   const words = new Uint32Array(image.data.buffer);
-  const table = colourWords();
-  for (let index = 0; index < words.length; index++) words[index] = table[values[index]];
+  const colours = pixelColours("sequential");
+  for (let index = 0; index < words.length; index++) words[index] = colours[values[index]];
   context2d(canvas).putImageData(image, 0, 0);
-}
-
-let kept = { key: "", table: new Uint32Array() };
-
-/** The 256 colours as the 32 bits of a pixel, in the order of bytes of this machine. */
-function colourWords() {
-  const key = colour(0).join();
-  if (kept.key !== key) {
-    const bytes = new Uint8Array(256 * 4);
-    for (let index = 0; index < 256; index++) bytes.set([...colour(index / 255), 255], 4 * index);
-    kept = { key, table: new Uint32Array(bytes.buffer) };
-  }
-  return kept.table;
 }
 
 customElements.define("pattern-grid", PatternGrid);

@@ -1,4 +1,4 @@
-// A table of the page as a picture.
+// Parts of the page as pictures: a table, and the texts inside an element.
 
 import { svg } from "../dom.js";
 
@@ -7,30 +7,16 @@ import { svg } from "../dom.js";
  * @param {HTMLTableElement} table
  */
 export function tablePicture(table) {
-  const { left, top, width, height } = table.getBoundingClientRect();
+  const { width, height } = table.getBoundingClientRect();
+  const at = placesIn(table);
   const size = { width: Math.ceil(width), height: Math.ceil(height) };
-  const at = (/** @type {DOMRect} */ box) => ({
-    x: box.left - left,
-    y: box.top - top,
-    width: box.width,
-    height: box.height,
-  });
   const cells = [...table.querySelectorAll("th, td")].map((cell) => {
     const { backgroundColor, boxShadow, color } = getComputedStyle(cell);
     const { x, y, width: w, height: h } = at(cell.getBoundingClientRect());
+    const frame = { x: x + 1.5, y: y + 1.5, width: w - 3, height: h - 3, fill: "none" };
     return [
       svg("rect", { x, y, width: w, height: h, fill: backgroundColor }),
-      boxShadow === "none"
-        ? []
-        : svg("rect", {
-            x: x + 1.5,
-            y: y + 1.5,
-            width: w - 3,
-            height: h - 3,
-            fill: "none",
-            stroke: color,
-            "stroke-width": 3,
-          }),
+      boxShadow !== "none" && svg("rect", { ...frame, stroke: color, "stroke-width": 3 }),
     ];
   });
   const lines = [...table.querySelectorAll("tr")].map((row) => {
@@ -41,12 +27,21 @@ export function tablePicture(table) {
 }
 
 /**
- * Each text that can be seen, at its place.
- * @param {HTMLTableElement} table
- * @param {(box: DOMRect) => { x: number, y: number, width: number, height: number }} at
+ * A function that says where a box of the page is in the picture of an element.
+ * @param {HTMLElement} element
  */
-function textsOf(table, at) {
-  const walker = document.createTreeWalker(table, NodeFilter.SHOW_TEXT);
+export function placesIn(element) {
+  const { left, top } = element.getBoundingClientRect();
+  return (/** @type {DOMRect} */ { x, y, width, height }) => ({ x: x - left, y: y - top, width, height });
+}
+
+/**
+ * Each text inside an element that can be seen, at its place.
+ * @param {HTMLElement} element
+ * @param {ReturnType<typeof placesIn>} at
+ */
+export function textsOf(element, at) {
+  const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
   const texts = [];
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
     const [text, parent] = [node.textContent ?? "", node.parentElement];
@@ -67,6 +62,7 @@ function textsOf(table, at) {
           "font-size": fontSize,
           "font-weight": fontWeight,
           "font-family": fontFamily,
+          "xml:space": "preserve",
         },
         text,
       ),

@@ -1,11 +1,14 @@
 // Tokens in reading order, each on a colour. One tab stop: the arrow keys move, Enter chooses.
 
-import { around, el, svg } from "../dom.js";
+import { around, el, emit, svg } from "../dom.js";
 import { shown } from "../format.js";
 import { colour, css, textOn } from "./colours.js";
+import { DrawnElement } from "./drawn_element.js";
+import { placesIn, textsOf } from "./table_picture.js";
 
 /**
  * @import { Named } from "../format.js"
+ * @typedef {{ token: Named, share: number, said: string }} Given
  * @typedef {{ element: HTMLElement, share: number }} Entry
  */
 
@@ -13,21 +16,19 @@ let numStrips = 0;
 
 /**
  * <token-strip>. `reset(label)` empties it, `add({token, share, said})` appends a token: its text, its colour as a
- * share from 0 to 1, and a text such as "71 %" for its number. Event "choose" with detail {index}. With the attribute
- * `signs`, each space has a sign; without it, only a space that is a token of its own.
+ * share from 0 to 1, and a text such as "71 %" for its number. `show(label, entries)` does both. Event "choose" with
+ * detail {index}. With the attribute `signs`, each space has a sign; without it, only a space that is a token of its
+ * own.
  */
-export class TokenStrip extends HTMLElement {
+export class TokenStrip extends DrawnElement {
   /** @type {Entry[]} */
   #entries = [];
   #at = 0; // the entry of the keyboard
+  #key = ""; // the list of `show`
   #name = `strip-${numStrips++}`;
   #list = el("div", { role: "listbox", tabindex: "0", "aria-orientation": "horizontal", class: "tokens" });
-  #redraw = () => this.#entries.forEach((entry) => paint(entry));
 
-  connectedCallback() {
-    addEventListener("themechange", this.#redraw);
-    this.#redraw(); // the theme may have changed while this was out of the page
-    if (this.childElementCount > 0) return;
+  build() {
     this.append(this.#list);
     this.#list.addEventListener("click", (event) =>
       this.#choose(Number(around(event, "[role=option]")?.dataset.index ?? NaN)),
@@ -35,20 +36,36 @@ export class TokenStrip extends HTMLElement {
     this.#list.addEventListener("keydown", (event) => this.#press(event));
   }
 
-  disconnectedCallback() {
-    removeEventListener("themechange", this.#redraw);
+  redraw() {
+    this.#entries.forEach(paint);
   }
+
+  resized() {} // the browser breaks the lines
 
   /** @param {string} label */
   reset(label) {
     this.#entries = [];
     this.#at = 0;
+    this.#key = "";
     this.#list.replaceChildren();
     this.#list.setAttribute("aria-label", label);
     this.#list.removeAttribute("aria-activedescendant");
   }
 
-  /** @param {{ token: Named, share: number, said: string }} entry */
+  /**
+   * Show a list of tokens. A list that is shown already stays, with what is marked and where the keyboard is.
+   * @param {string} label
+   * @param {Given[]} entries
+   */
+  show(label, entries) {
+    const key = JSON.stringify(entries);
+    if (key === this.#key) return;
+    this.reset(label);
+    this.#key = key;
+    for (const entry of entries) this.add(entry);
+  }
+
+  /** @param {Given} entry */
   add({ token, share, said }) {
     const index = this.#entries.length;
     const element = el(
@@ -83,33 +100,19 @@ export class TokenStrip extends HTMLElement {
 
   /** The tokens as they stand on the page, as SVG, with their numbers if the page shows these. */
   picture() {
-    const { left, top, height } = this.getBoundingClientRect();
-    const width = Math.max(
-      1,
-      ...this.#entries.flatMap(({ element }) => [...element.getClientRects()].map((box) => box.right - left)),
-    );
-    const hasNumbers = this.classList.contains("with-numbers");
+    const at = placesIn(this);
     const boxes = this.#entries.flatMap(({ element }) => {
-      const { backgroundColor, color } = element.style;
-      /** @type {SVGElement[]} */
-      const behind = [...element.getClientRects()].map((box) =>
-        svg("rect", {
-          x: box.left - left,
-          y: box.top - top,
-          width: box.width,
-          height: box.height,
-          rx: 3,
-          fill: backgroundColor,
-          stroke: "gray",
-          "stroke-width": 0.5,
-        }),
-      );
-      return [...behind, textOf(element, color, left, top), hasNumbers ? numberBelow(element, left, top) : null];
+      const look = { rx: 3, fill: element.style.backgroundColor, stroke: "gray", "stroke-width": 0.5 };
+      return [...element.getClientRects()].map((box) => ({ ...at(box), ...look }));
     });
+    const width = Math.ceil(Math.max(1, ...boxes.map((box) => box.x + box.width)));
+    const height = Math.ceil(this.getBoundingClientRect().height);
     return svg(
       "svg",
-      { width: Math.ceil(width), height: Math.ceil(height), viewBox: `0 0 ${Math.ceil(width)} ${Math.ceil(height)}` },
-      boxes,
+      { width, height, viewBox: `0 0 ${width} ${height}` },
+      boxes.map((box) => svg("rect", box)),
+      textsOf(this.#list, at),
+      this.classList.contains("with-numbers") && this.#entries.map(({ element }) => numberBelow(element, at)),
     );
   }
 
@@ -125,7 +128,7 @@ export class TokenStrip extends HTMLElement {
   #choose(index) {
     if (!this.#entries[index]) return;
     this.#moveTo(index);
-    this.dispatchEvent(new CustomEvent("choose", { detail: { index } }));
+    emit(this, "choose", { index });
   }
 
   /** @param {KeyboardEvent} event */
@@ -140,46 +143,15 @@ export class TokenStrip extends HTMLElement {
 }
 
 /**
+ * The number of a token, which the style sheet puts below the token.
  * @param {HTMLElement} element
- * @param {string} color
- * @param {number} left
- * @param {number} top
+ * @param {ReturnType<typeof placesIn>} at
  */
-function textOf(element, color, left, top) {
-  const box = element.getBoundingClientRect();
-  return svg(
-    "text",
-    {
-      x: box.left - left + 1 + parseFloat(getComputedStyle(element).paddingLeft),
-      y: box.top - top + 0.72 * box.height,
-      fill: color,
-      "font-family": "monospace",
-      "font-size": getComputedStyle(element).fontSize,
-      "xml:space": "preserve",
-    },
-    element.textContent,
-  );
-}
-
-/**
- * @param {HTMLElement} element
- * @param {number} left
- * @param {number} top
- */
-function numberBelow(element, left, top) {
-  const box = element.getBoundingClientRect();
-  return svg(
-    "text",
-    {
-      x: box.left - left + box.width / 2,
-      y: box.bottom - top + 11,
-      fill: getComputedStyle(element, "::after").color,
-      "text-anchor": "middle",
-      "font-family": "sans-serif",
-      "font-size": 11,
-    },
-    element.dataset.said,
-  );
+function numberBelow(element, at) {
+  const { x, y, width, height } = at(element.getBoundingClientRect());
+  const { color: fill } = getComputedStyle(element, "::after");
+  const font = { "text-anchor": "middle", "font-family": "sans-serif", "font-size": 11 };
+  return svg("text", { x: x + width / 2, y: y + height + 11, fill, ...font }, element.dataset.said);
 }
 
 /**

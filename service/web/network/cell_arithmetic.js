@@ -1,8 +1,9 @@
 // <cell-arithmetic>: how one number was computed, with the numbers in the formula. Each leads to where it comes from.
 
-import { el } from "../dom.js";
+import { actionButton, el, emit } from "../dom.js";
 import { count, number } from "../format.js";
 import { bar } from "../draw/bars.js";
+import { scrollRegion } from "../draw/tables.js";
 import { LISTED, MOST_TERMS, said } from "./arithmetic/explanation.js";
 
 /**
@@ -65,8 +66,8 @@ export class CellArithmetic extends HTMLElement {
     const { value, stage, row, column } = part;
     const text = Number.isFinite(value) ? said(value) : number(value);
     if (stage === undefined) return el("b", {}, text);
-    const go = () => this.dispatchEvent(new CustomEvent("go", { detail: { stage, row, column } }));
-    return el("button", { type: "button", class: "num", title: `${stage}, position ${row}`, onclick: go }, text);
+    const go = () => emit(this, "go", { stage, row, column });
+    return actionButton(text, go, { class: "num", title: `${stage}, position ${row}` });
   }
 
   /** @param {Explanation} explanation */
@@ -112,9 +113,8 @@ export class CellArithmetic extends HTMLElement {
       columns.map((name) => (name ? el("th", { scope: "col" }, name) : el("td", {}))),
       el("td", {}),
     );
-    return el(
-      "div",
-      { class: "scroll", tabindex: "0", role: "region", "aria-label": "Terms" },
+    return scrollRegion(
+      "Terms",
       el("table", { class: "terms" }, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, body)),
     );
   }

@@ -6,10 +6,8 @@ import { Pass } from "./pass.js";
 /** @import { Range } from "./pass.js" */
 
 export class Change extends Pass {
-  /** @type {Pass} */
-  #edited;
-  /** @type {Pass} */
-  #plain;
+  /** @type {Pass[]} the pass with the edits, and the one without them */
+  both;
 
   /**
    * @param {Pass} edited
@@ -18,17 +16,12 @@ export class Change extends Pass {
   constructor(edited, plain) {
     super(edited.body, { ...edited, predictions: [] }, [...edited.stages.values()]);
     this.predictions = edited.predictions;
-    [this.#edited, this.#plain] = [edited, plain];
+    this.both = [edited, plain];
   }
 
   /** @override */
   get reference() {
-    return this.#plain;
-  }
-
-  /** The pass with the edits, and the one without them. */
-  get both() {
-    return [this.#edited, this.#plain];
+    return this.both[1];
   }
 
   /**
@@ -38,13 +31,12 @@ export class Change extends Pass {
    * @param {AbortSignal} signal
    */
   async read(names, positions, signal) {
-    await Promise.all([this.#edited, this.#plain].map((pass) => pass.read(names, positions, signal)));
+    await Promise.all(this.both.map((pass) => pass.read(names, positions, signal)));
     this.makeRoom();
     let hasRead = false;
     for (const name of names) {
       const missing = positions.filter((position) => this.stages.has(name) && !this.row(name, position));
-      const rowsOf = (/** @type {Pass} */ pass) => missing.map((position) => pass.row(name, position));
-      const [after, before] = [rowsOf(this.#edited), rowsOf(this.#plain)];
+      const [after, before] = this.both.map((pass) => missing.map((position) => pass.row(name, position)));
       if (missing.length === 0 || ![...after, ...before].every(Boolean)) continue;
       this.keep(name, missing, (index) => difference(after[index] ?? [], before[index] ?? []));
       hasRead = true;
@@ -60,7 +52,7 @@ export class Change extends Pass {
    * @returns {Range}
    */
   range(name) {
-    const { high } = this.#plain.range(name);
+    const { high } = this.reference.range(name);
     return { low: -high, high, isSigned: true, isRoot: true };
   }
 }

@@ -1,8 +1,8 @@
 // The words above the picture: layers, branches from afar, stages from near, heads, and the tokens of keys. On narrow
 // screens they stand at the left.
 
-import { shown } from "../format.js";
-import { FONT, MONO, cut } from "./labels.js";
+import { cut, shown } from "../format.js";
+import { FONT, MONO } from "./labels.js";
 import { namesOf, placeName } from "./names.js";
 import { pointedLayer } from "./scene.js";
 import { headPlaces, isMasked } from "./strips.js";
@@ -20,6 +20,7 @@ const GAP = 3; // pixels between names from afar
 const NARROW = 80; // pixels of a layer whose stream has no name
 const LEAST_LABEL = 12; // pixels of a stage that has a label
 const NAME = { near: 9, afar: 6 }; // the line of the names of layers, and how much lower it is from afar
+const CENTRE = /** @type {const} */ ("center");
 const AFAR = 33; // the line of the names of branches
 const LAYER = 18; // pixels of the name of a layer, where the computation goes down
 const HEAD = 24; // pixels of a head that has a name
@@ -34,7 +35,6 @@ const KEY = { least: 7.5, level: 40, index: 24 }; // pixels of a column that has
 export function drawHeadings(scene, { gutter, heading, keys }) {
   const { plane, layout, line, palette } = scene;
   const { context } = plane;
-  context.textBaseline = "middle";
   for (const { layer, first, last } of line.blocks) {
     const [start, end] = [layout.startOf(first), layout.startOf(last) + layout.widthOf(last)];
     if (end < 0 || start > layout.length) continue;
@@ -45,19 +45,16 @@ export function drawHeadings(scene, { gutter, heading, keys }) {
     plane.lineTo(start, layout.rowsInSight);
     context.stroke();
     const middle = (Math.max(0, start) + Math.min(layout.length, end)) / 2;
-    context.font = `600 12px ${FONT}`;
-    context.fillStyle = palette.text;
-    context.textAlign = plane.isDown ? "left" : "center";
-    if (plane.isDown) plane.text(placeName(layer), Math.max(0, start) + 9, -heading + 2);
-    else if (end - start > 18)
-      plane.text(placeName(layer), middle, -heading + NAME.near + NAME.afar * (1 - layout.detail));
+    const look = { font: `600 12px ${FONT}`, colour: palette.text };
+    const y = -heading + NAME.near + NAME.afar * (1 - layout.detail);
+    if (plane.isDown) plane.write(placeName(layer), -heading + 2, Math.max(0, start) + 9, look);
+    else if (end - start > 18) plane.write(placeName(layer), middle, y, { ...look, align: "center" });
   }
   drawLabels(scene, heading);
   drawEnds(scene, gutter, heading);
   const [from, to] = layout.span;
   for (let index = from; index < to; index++)
     if (line.items[index].kind === "strip") drawHeads(scene, index, heading, keys);
-  context.textAlign = "left";
 }
 
 /**
@@ -79,9 +76,8 @@ export function drawLabels(scene, heading, pointed = null) {
     ? line.items.map((item, index) => ({ names: namesOf(item), first: index, last: index, side: 0 }))
     : named.flatMap((layer) => [...branchesOf(scene, layer), ...streamOf(scene, layer)]);
   const free = lines.map(() => (plane.isDown ? LAYER : -Infinity)); // where each line is free
-  context.font = `11px ${FONT}`;
-  context.textAlign = "center";
-  context.textBaseline = "middle";
+  context.font = `11px ${FONT}`; // to measure the names
+  const look = { font: context.font, colour: pointed === null ? palette.faint : palette.text, align: CENTRE };
   for (const { names, first, last, side } of places) {
     if (last < from || first >= to || line.items[first].kind === "predictions") continue;
     if (plane.isDown && line.blocks.some((block) => block.first === first))
@@ -104,8 +100,7 @@ export function drawLabels(scene, heading, pointed = null) {
     if (!text) continue;
     free[text.at] = text.end;
     if (pointed !== null && isNear && pointed !== first) continue;
-    context.fillStyle = pointed === null ? palette.faint : palette.text;
-    write(plane, text.name, text.middle, lines[text.at] - heading);
+    write(plane, text.name, text.middle, lines[text.at] - heading, look);
   }
 }
 
@@ -153,15 +148,11 @@ function streamOf({ line, layout }, layer) {
  */
 function drawEnds({ plane, layout, line, palette }, gutter, heading) {
   if (layout.detail > 0.5) return;
-  const { context } = plane;
   const end = layout.startOf(line.items.length - 1) + 20;
-  context.font = `11px ${FONT}`;
-  context.fillStyle = palette.faint;
-  context.textAlign = plane.isDown ? "center" : "right";
-  write(plane, "Tokens", plane.isDown ? -gutter / 2 : -10, (plane.isDown ? LABELS.down[0] : AFAR) - heading);
-  context.textAlign = plane.isDown ? "center" : "left";
-  write(plane, "Next token", plane.isDown ? end + 40 : end, (plane.isDown ? LABELS.down[0] : AFAR) - heading);
-  context.textAlign = "left";
+  const across = (plane.isDown ? LABELS.down[0] : AFAR) - heading;
+  const look = { font: `11px ${FONT}`, colour: palette.faint, align: CENTRE };
+  write(plane, "Tokens", plane.isDown ? -gutter / 2 : -10, across, plane.isDown ? look : { ...look, align: "right" });
+  write(plane, "Next token", plane.isDown ? end + 40 : end, across, plane.isDown ? look : { ...look, align: "left" });
 }
 
 /**
@@ -170,13 +161,14 @@ function drawEnds({ plane, layout, line, palette }, gutter, heading) {
  * @param {string} text
  * @param {number} along
  * @param {number} across
+ * @param {Parameters<Plane["write"]>[3]} look
  */
-function write(plane, text, along, across) {
+function write(plane, text, along, across, look) {
   const { context } = plane;
   context.save();
   context.translate(...plane.point(along, across));
   if (plane.isDown) context.rotate(Math.PI / 2);
-  context.fillText(text, 0, 0);
+  plane.write(text, 0, 0, look);
   context.restore();
 }
 
@@ -200,12 +192,11 @@ function drawHeads({ plane, layout, line, pass, palette, row }, index, heading, 
       context.fillStyle = palette.line;
       plane.fill(between - 1, LABELS.across[1] - 7 - heading, 2, layout.rowsInSight + heading);
     }
-    context.font = `600 11px ${FONT}`;
-    context.textAlign = "center";
-    context.fillStyle = palette.text;
     const [start, end] = [Math.max(0, begin), Math.min(layout.length, begin + width)];
     const across = (plane.isDown ? LABELS.down : LABELS.across)[1] - heading;
-    if (item.heads > 1 && end - start >= HEAD) plane.text(`H${head}`, (start + end) / 2, across);
+    const place = plane.point((start + end) / 2, across);
+    const look = { font: `600 11px ${FONT}`, colour: palette.text, align: CENTRE };
+    if (item.heads > 1 && end - start >= HEAD) plane.write(`H${head}`, ...place, look);
     if (keys === 0 || size < (item.hasKeys ? KEY.least : KEY.index) || item.columns === 1) return;
     const from = Math.max(0, Math.floor(-begin / size));
     const to = Math.min(item.columns, Math.ceil((layout.length - begin) / size));
@@ -213,8 +204,8 @@ function drawHeads({ plane, layout, line, pass, palette, row }, index, heading, 
       const middle = begin + (key + 0.5) * size;
       if (middle < 0 || middle > layout.length) continue;
       const isPale = !item.hasKeys || isMasked(pass, item, row, head * item.columns + key);
-      context.fillStyle = isPale ? palette.faint : palette.text;
-      drawKey(plane, item.hasKeys ? shown(pass.tokens[key]) : String(key), middle, size, keys);
+      const text = item.hasKeys ? shown(pass.tokens[key]) : String(key);
+      drawKey(plane, text, middle, size, keys, isPale ? palette.faint : palette.text);
     }
   });
 }
@@ -225,15 +216,17 @@ function drawHeads({ plane, layout, line, pass, palette, row }, index, heading, 
  * @param {number} along
  * @param {number} size pixels of the column
  * @param {number} keys pixels of the heading
+ * @param {string} colour
  */
-function drawKey(plane, text, along, size, keys) {
+function drawKey(plane, text, along, size, keys, colour) {
   const { context } = plane;
   const isLevel = plane.isDown || size >= KEY.level || text.length * 6 <= size - 4;
-  context.font = `${Math.min(10, Math.round(size))}px ${MONO}`;
   context.save();
   context.translate(...plane.point(along, plane.isDown || !isLevel ? -4 : -keys / 2));
   if (!isLevel) context.rotate(-Math.PI / 2);
-  context.textAlign = plane.isDown ? "right" : isLevel ? "center" : "left";
-  context.fillText(cut(text, Math.floor(((isLevel && !plane.isDown ? size : keys) - 4) / 6)), 0, 0);
+  const font = `${Math.min(10, Math.round(size))}px ${MONO}`;
+  const align = plane.isDown ? "right" : isLevel ? "center" : "left";
+  const short = cut(text, Math.floor(((isLevel && !plane.isDown ? size : keys) - 4) / 6));
+  plane.write(short, 0, 0, { font, colour, align });
   context.restore();
 }

@@ -1,9 +1,9 @@
 // The words in the picture: the tokens at its beginning, the predictions at its end, and the numbers inside cells that
 // are large enough.
 
-import { number, percent, shown } from "../format.js";
+import { cut, number, percent, shown } from "../format.js";
 import { colour, textOn } from "../draw/colours.js";
-import { bandOf, isSplit } from "./scene.js";
+import { bandOf } from "./scene.js";
 import { headPlaces, isMasked, shareOf } from "./strips.js";
 
 /**
@@ -30,7 +30,7 @@ export function drawPredictions(scene) {
   if (start > layout.length || width < 24) return;
   const [first, last] = layout.rows;
   const room = plane.isDown ? 1 : Math.max(1, Math.min(5, Math.floor((layout.rowSize - 4) / LINE)));
-  context.textBaseline = "middle";
+  const faint = /** @type {const} */ ({ font: `11px ${FONT}`, colour: palette.faint, align: "right" });
   for (let row = first; row < last; row++) {
     const top = pass.predictions.get(row) ?? [];
     const before = plain?.predictions.get(row) ?? [];
@@ -57,21 +57,14 @@ export function drawPredictions(scene) {
       plane.fill(start, across - LINE / 2 + 1, Math.max(2, share * width), LINE - 2);
       context.globalAlpha = row === chosen || at === 0 ? 1 : 0.7;
       if (was !== null) plane.fill(start, across + LINE / 2 - 1, was * width, THIN);
-      context.fillStyle = palette.text;
-      context.font = `${row === chosen && at === 0 ? "600 " : ""}12px ${MONO}`;
-      context.textAlign = "left";
       const length = isNamed ? width - 44 : width;
-      context.fillText(cut(text, Math.max(2, Math.floor(length / 7.4))), start + 4, across);
-      if (!isNamed || length < 20) return undefined;
-      context.font = `11px ${FONT}`;
-      context.textAlign = "right";
-      context.fillStyle = palette.faint;
-      context.fillText(percent(share), start + width, across);
+      const font = `${row === chosen && at === 0 ? "600 " : ""}12px ${MONO}`;
+      plane.write(cut(text, Math.max(2, Math.floor(length / 7.4))), start + 4, across, { font, colour: palette.text });
+      if (isNamed && length >= 20) plane.write(percent(share), start + width, across, faint);
       return undefined;
     });
     context.globalAlpha = 1;
   }
-  context.textAlign = "left";
 }
 
 /**
@@ -86,21 +79,13 @@ export function drawPredictions(scene) {
  */
 export function upright({ plane, palette }, text, along, across, room, length, isChosen) {
   const { context } = plane;
-  context.fillStyle = palette.text;
-  context.font = `${isChosen ? "600 " : ""}12px ${MONO}`;
-  context.textBaseline = "middle";
+  const look = { font: `${isChosen ? "600 " : ""}12px ${MONO}`, colour: palette.text };
+  if (text.length * 7.4 <= room - 2) return plane.write(text, across, along + 7, { ...look, align: "center" });
   context.save();
   context.translate(across, along);
-  if (text.length * 7.4 <= room - 2) {
-    context.textAlign = "center";
-    context.fillText(text, 0, 7);
-  } else {
-    context.rotate(Math.PI / 2);
-    context.textAlign = "left";
-    context.fillText(cut(text, Math.max(2, Math.floor(length / 7.4))), 0, 0);
-  }
-  context.restore();
-  context.textAlign = "left";
+  context.rotate(Math.PI / 2);
+  plane.write(cut(text, Math.max(2, Math.floor(length / 7.4))), 0, 0, look);
+  return context.restore();
 }
 
 /**
@@ -110,7 +95,6 @@ export function upright({ plane, palette }, text, along, across, room, length, i
  */
 export function drawTokens(scene, gutter) {
   const { plane, layout, pass, palette, row: chosen } = scene;
-  const { context } = plane;
   const [first, last] = layout.rows;
   for (let row = first; row < last; row++) {
     const middle = layout.rowStart(row) + layout.rowSize / 2;
@@ -119,15 +103,11 @@ export function drawTokens(scene, gutter) {
       upright(scene, text, 6 - gutter, middle, layout.rowSize, gutter - 10, row === chosen);
       continue;
     }
-    context.font = `${row === chosen ? "600 " : ""}13px ${MONO}`;
-    context.textBaseline = "middle";
-    context.textAlign = "right";
-    context.fillStyle = palette.text;
-    context.fillText(cut(text, Math.floor((gutter - 34) / 7.9)), -10, middle);
-    context.textAlign = "left";
-    context.font = `10px ${FONT}`;
-    context.fillStyle = palette.faint;
-    if (layout.detail > 0.5 || row === chosen) context.fillText(String(row), 2 - gutter, middle);
+    const font = `${row === chosen ? "600 " : ""}13px ${MONO}`;
+    const token = cut(text, Math.floor((gutter - 34) / 7.9));
+    plane.write(token, -10, middle, { font, colour: palette.text, align: "right" });
+    if (layout.detail > 0.5 || row === chosen)
+      plane.write(String(row), 2 - gutter, middle, { font: `10px ${FONT}`, colour: palette.faint });
   }
 }
 
@@ -140,22 +120,12 @@ export function drawTokens(scene, gutter) {
 export function drawPointedRow({ plane, layout, line, pass, palette, row: chosen, pointed }, gutter) {
   const row = pointed?.row ?? chosen;
   if (row === chosen || layout.detail > 0.5 || plane.isDown) return;
-  const { context } = plane;
   const middle = layout.rowStart(row) + layout.rowSize / 2;
-  context.fillStyle = palette.faint;
-  context.textBaseline = "middle";
-  context.font = `10px ${FONT}`;
-  context.textAlign = "left";
-  context.fillText(String(row), 2 - gutter, middle);
+  plane.write(String(row), 2 - gutter, middle, { font: `10px ${FONT}`, colour: palette.faint });
   const end = line.items.length - 1;
-  context.font = `11px ${FONT}`;
-  context.textAlign = "right";
-  context.fillText(
-    percent(pass.predictions.get(row)?.[0].probability),
-    layout.startOf(end) + layout.widthOf(end) - 4,
-    middle,
-  );
-  context.textAlign = "left";
+  const right = layout.startOf(end) + layout.widthOf(end) - 4;
+  const share = percent(pass.predictions.get(row)?.[0].probability);
+  plane.write(share, right, middle, { font: `11px ${FONT}`, colour: palette.faint, align: "right" });
 }
 
 /**
@@ -206,7 +176,6 @@ export function drawNumbers(scene, item, index) {
       }
     }
   });
-  context.textAlign = "left";
 }
 
 /** A number that fits into a cell. @param {number} value */
@@ -217,14 +186,3 @@ export function brief(value) {
   if (size >= 1e4 || (size < 1e-3 && size > 0)) return value.toExponential(1).replace("-", "−");
   return value.toPrecision(3).replace("-", "−");
 }
-
-/**
- * @param {string} text
- * @param {number} most characters
- */
-export function cut(text, most) {
-  return text.length > most ? `${text.slice(0, Math.max(1, most - 1))}…` : text;
-}
-
-/** Whether there is room for lanes. @param {Scene} scene */
-export const hasLanes = ({ layout }) => isSplit(layout.rowSize);

@@ -233,14 +233,9 @@ export class Layout {
     }
     measure(Math.exp(low));
     const place = (this.#placeOf(from) + this.#placeOf(to)) / 2;
-    const centre = this.#itemOf(place);
+    const centre = this.itemAt(place - this.shift);
     measure(kept);
     return { zoom: Math.exp(low), centre, row: row + 0.5, rowSize: this.restRow };
-  }
-
-  /** @param {number} place on the whole line */
-  #itemOf(place) {
-    return this.itemAt(place - this.shift);
   }
 
   /**
@@ -258,7 +253,7 @@ export class Layout {
     const place = this.#placeOf(from.centre) + moved * (this.#placeOf(to.centre) - this.#placeOf(from.centre));
     const mixed = (/** @type {number} */ one, /** @type {number} */ other) => one + share * (other - one);
     this.camera = {
-      ...{ zoom: this.zoom, centre: this.#itemOf(place) },
+      ...{ zoom: this.zoom, centre: this.itemAt(place - this.shift) },
       ...{ row: mixed(from.row, to.row), rowSize: mixed(from.rowSize, this.restRow) },
     };
   }

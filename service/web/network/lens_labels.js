@@ -1,8 +1,8 @@
 // What the network would predict after each layer, in the lane below the followed token's row: at the end of each
 // layer a token, with a bar as long as its probability.
 
-import { percent, shown } from "../format.js";
-import { FONT, MONO, cut } from "./labels.js";
+import { cut, percent, shown } from "../format.js";
+import { FONT, MONO } from "./labels.js";
 import { decidingOf } from "./lens.js";
 
 /**
@@ -19,16 +19,10 @@ const HEIGHT = { down: 34, gap: 4 };
 export function drawLens(scene) {
   const { plane, layout, pass, lens, palette, row } = scene;
   if (layout.lane === 0) return;
-  const { context } = plane;
   const top = layout.rowStart(row) + layout.rowSize;
-  context.textBaseline = "middle";
-  context.font = `11px ${FONT}`;
-  context.fillStyle = palette.faint;
-  context.textAlign = plane.isDown ? "left" : "right";
-  const names = lens === null ? "" : "expects";
-  if (plane.isDown) plane.text(names, -8, top + HEIGHT.gap);
-  else plane.text(names, -10, top + layout.lane / 2 - 1);
-  context.textAlign = "left";
+  const [x, y] = plane.isDown ? [top + HEIGHT.gap, -8] : [-10, top + layout.lane / 2 - 1];
+  const look = { font: `11px ${FONT}`, colour: palette.faint };
+  if (lens !== null) plane.write("expects", x, y, { ...look, align: plane.isDown ? "left" : "right" });
   if (lens === null || lens.guesses.length !== layout.line.blocks.length + 1) return;
   const isChange = pass.reference !== pass;
   const { places, room } = placesOf(scene, decidingOf(lens.guesses));
@@ -92,15 +86,11 @@ function drawGuess(scene, { begin, index }, room, before) {
   const text = before && before.top[0].id !== best.id ? `${shown(before.top[0])} → ${shown(best)}` : shown(best);
   const isBoth = plane.isDown ? height >= 28 : width >= WIDTH.percent; // the probability, too
   const letters = Math.floor((width - 8 - (isBoth && !plane.isDown ? 42 : 0)) / LETTER);
-  context.fillStyle = isFinal ? palette.text : palette.faint;
-  context.font = `${isFinal ? "600 " : ""}12px ${MONO}`;
-  context.textAlign = "left";
-  context.textBaseline = "middle";
-  context.fillText(cut(text, Math.max(2, letters)), x + 5, y + (plane.isDown && isBoth ? 9 : height / 2 + 1));
-  if (!isBoth) return;
-  context.font = `11px ${FONT}`;
-  context.textAlign = plane.isDown ? "left" : "right";
-  const [across2, down] = plane.isDown ? [x + 5, y + 24] : [x + width - 4, y + height / 2 + 1];
-  context.fillText(percent(best.probability), across2, down);
-  context.textAlign = "left";
+  const colour = isFinal ? palette.text : palette.faint;
+  const font = `${isFinal ? "600 " : ""}12px ${MONO}`;
+  const down = y + (plane.isDown && isBoth ? 9 : height / 2 + 1);
+  plane.write(cut(text, Math.max(2, letters)), x + 5, down, { font, colour });
+  const [share, small] = [percent(best.probability), { font: `11px ${FONT}`, colour }];
+  if (isBoth && plane.isDown) plane.write(share, x + 5, y + 24, small);
+  else if (isBoth) plane.write(share, x + width - 4, y + height / 2 + 1, { ...small, align: "right" });
 }

@@ -1,7 +1,8 @@
 // <network-canvas>: the picture of the network, with pointer and keys. It says what is chosen and what is in sight, and
 // its owner reads the numbers.
 
-import { el } from "../dom.js";
+import { el, emit } from "../dom.js";
+import { DrawnElement } from "../draw/drawn_element.js";
 import { shown } from "../format.js";
 import { Layout } from "./layout.js";
 import { Motion } from "./motion.js";
@@ -31,12 +32,12 @@ const NEAR = 0.3; // of the detail of the layout
  * null); "settle" when what is in sight has changed; "out" when the user wants to see more of the network; "wheelhint"
  * when the wheel turns and does not zoom.
  */
-export class NetworkCanvas extends HTMLElement {
-  #canvas = el("canvas", { tabindex: "0", role: "img" });
-  #plane = new Plane(this.#canvas);
+export class NetworkCanvas extends DrawnElement {
+  canvas = el("canvas", { tabindex: "0", role: "img" });
+  #plane = new Plane(this.canvas);
   #motion = new Motion();
   /** @type {Scene | null} */
-  #scene = null;
+  scene = null;
   #margins = { gutter: 0, heading: 0, keys: 0 };
   /** @type {number | null} the stage that is zoomed to */
   #focus = null;
@@ -45,35 +46,30 @@ export class NetworkCanvas extends HTMLElement {
   #settle = 0;
   #measured = "";
   #measure = () => this.measure();
-  #resized = new ResizeObserver(this.#measure);
-  #restyle = () => {
-    if (this.#scene) this.#restrip();
-    this.redraw();
-  };
+
+  build() {
+    this.append(this.canvas);
+    new Pointing(this, this.canvas);
+  }
 
   connectedCallback() {
-    if (!this.#canvas.isConnected) {
-      this.append(this.#canvas);
-      new Pointing(this, this.#canvas);
-    }
-    addEventListener("themechange", this.#restyle);
-    addEventListener("resize", this.#measure);
-    this.#resized.observe(this);
+    super.connectedCallback();
+    addEventListener("resize", this.#measure); // the height of the window matters, too
   }
 
   disconnectedCallback() {
-    removeEventListener("themechange", this.#restyle);
+    super.disconnectedCallback();
     removeEventListener("resize", this.#measure);
-    this.#resized.disconnect();
     this.#motion.stop();
   }
 
-  get canvas() {
-    return this.#canvas;
+  redraw() {
+    if (this.scene) this.#restrip();
+    this.drawSoon();
   }
 
-  get scene() {
-    return this.#scene;
+  resized() {
+    this.measure();
   }
 
   /**
@@ -86,31 +82,31 @@ export class NetworkCanvas extends HTMLElement {
    */
   show(line, pass, look, { focus, hasLens }) {
     this.#focus = focus;
-    const before = this.#scene;
+    const before = this.scene;
     const isNew = before?.pass.body !== pass.body;
     if (before?.line !== line) {
       const layout = new Layout(line, pass.tokens.length);
       const shared = { plane: this.#plane, line, layout, pass, pointed: null, front: Infinity };
-      this.#scene = { ...shared, ...look, strips: new Strips(pass, false, 1), palette: paletteOf(this) };
+      this.scene = { ...shared, ...look, strips: new Strips(pass, false, 1), palette: paletteOf(this) };
     } else {
       const isOther = before.pass !== pass;
       Object.assign(before, look, { pass });
       if (isOther) this.#restrip();
     }
-    const { layout } = /** @type {Scene} */ (this.#scene);
+    const { layout } = /** @type {Scene} */ (this.scene);
     Object.assign(layout, { followed: look.row, hasLane: hasLens && focus === null });
     layout.isLarge = look.isStep && focus !== null;
     if (before?.line !== line) this.#resize();
-    this.#canvas.setAttribute("aria-label", describe(line, pass));
-    this.redraw();
+    this.canvas.setAttribute("aria-label", describe(line, pass));
+    this.drawSoon();
     return isNew;
   }
 
   /** Show what the lens says, once it is read. @param {Scene["lens"]} lens */
   tell(lens) {
-    if (!this.#scene || JSON.stringify(lens) === JSON.stringify(this.#scene.lens)) return;
-    this.#scene.lens = lens;
-    this.redraw();
+    if (!this.scene || JSON.stringify(lens) === JSON.stringify(this.scene.lens)) return;
+    this.scene.lens = lens;
+    this.drawSoon();
   }
 
   /** Fit the picture to the page, if its place or what it shows has changed. */
@@ -123,7 +119,7 @@ export class NetworkCanvas extends HTMLElement {
     const width = this.clientWidth || 900;
     const top = Math.round(this.getBoundingClientRect().top + scrollY);
     const height = Math.max(HEIGHT.least, innerHeight - top - HEIGHT.below);
-    const { hasLane = false, isLarge = false } = this.#scene?.layout ?? {};
+    const { hasLane = false, isLarge = false } = this.scene?.layout ?? {};
     return { width, height, keys: this.#keysRoom(width), hasLane, isLarge };
   }
 
@@ -132,8 +128,8 @@ export class NetworkCanvas extends HTMLElement {
    * @param {number} width
    */
   #keysRoom(width) {
-    if (!this.#scene || this.#focus === null) return 0;
-    const { line, pass, chosen } = this.#scene;
+    if (!this.scene || this.#focus === null) return 0;
+    const { line, pass, chosen } = this.scene;
     const { kind, heads, columns, hasKeys } = line.items[this.#focus];
     if (kind !== "strip" || columns === 1) return 0;
     if (!hasKeys) return chosen ? KEYS.across : 0; // for the index of each number
@@ -144,7 +140,7 @@ export class NetworkCanvas extends HTMLElement {
 
   /** Let the pass move through the network, as far as it is in sight. */
   play() {
-    const scene = this.#scene;
+    const scene = this.scene;
     if (!scene) return;
     this.#motion.run("pass", (share) => {
       scene.front = share === 1 ? Infinity : share * scene.layout.length;
@@ -154,7 +150,7 @@ export class NetworkCanvas extends HTMLElement {
 
   /** @param {Camera} camera */
   fly(camera) {
-    const scene = this.#scene;
+    const scene = this.scene;
     if (!scene) return;
     scene.front = Infinity;
     const from = scene.layout.camera;
@@ -171,7 +167,7 @@ export class NetworkCanvas extends HTMLElement {
    * @param {{ from: number, to: number, row: number, column: number | null }} what
    */
   cameraOf({ from, to, row, column }) {
-    const { layout, line } = /** @type {Scene} */ (this.#scene);
+    const { layout, line } = /** @type {Scene} */ (this.scene);
     const item = line.items[from];
     if (item.kind === "gate" && to === from + 1) return layout.fit(...normAround(line, from), row);
     if (column === null || item.kind !== "strip") return layout.fit(from, to, row);
@@ -184,15 +180,14 @@ export class NetworkCanvas extends HTMLElement {
     return half >= 0.5 ? camera : layout.fit(centre - half, centre + half, row);
   }
 
-  /** Draw soon. */
-  redraw() {
+  drawSoon() {
     cancelAnimationFrame(this.#frame);
     this.#frame = requestAnimationFrame(() => this.#draw());
   }
 
   /** The stages and rows in sight, which must be here to be drawn, and whether the parts of a layer are seen. */
   sight() {
-    const { layout, line, row } = /** @type {Scene} */ (this.#scene);
+    const { layout, line, row } = /** @type {Scene} */ (this.scene);
     const [from, to] = layout.span;
     const [first, last] = layout.rows;
     const rows = Array.from({ length: last - first }, (_, index) => first + index);
@@ -211,11 +206,11 @@ export class NetworkCanvas extends HTMLElement {
    * @param {(scene: Scene) => void} change
    */
   move(change) {
-    if (!this.#scene) return;
+    if (!this.scene) return;
     this.#motion.stop();
-    this.#scene.front = Infinity;
-    change(this.#scene);
-    this.redraw();
+    this.scene.front = Infinity;
+    change(this.scene);
+    this.drawSoon();
     this.#settled();
   }
 
@@ -226,8 +221,8 @@ export class NetworkCanvas extends HTMLElement {
    * @returns {Spot | null}
    */
   spotAt(x, y) {
-    if (!this.#scene) return null;
-    const { layout, line } = this.#scene;
+    if (!this.scene) return null;
+    const { layout, line } = this.scene;
     const [along, across] = this.place(x, y);
     const row = layout.rowAt(across);
     if (row === null || along > layout.length) return null;
@@ -253,21 +248,21 @@ export class NetworkCanvas extends HTMLElement {
 
   /** @param {Spot | null} spot */
   point(spot) {
-    if (!this.#scene || JSON.stringify(spot) === JSON.stringify(this.#scene.pointed)) return;
-    this.#scene.pointed = spot;
+    if (!this.scene || JSON.stringify(spot) === JSON.stringify(this.scene.pointed)) return;
+    this.scene.pointed = spot;
     cancelAnimationFrame(this.#mark);
     this.#mark = requestAnimationFrame(() => this.#drawMark());
-    this.dispatchEvent(new CustomEvent("point", { detail: { spot } }));
+    emit(this, "point", { spot });
   }
 
   #settled() {
     clearTimeout(this.#settle);
-    this.#settle = setTimeout(() => this.dispatchEvent(new CustomEvent("settle")), SETTLE_MILLISECONDS);
+    this.#settle = setTimeout(() => emit(this, "settle"), SETTLE_MILLISECONDS);
   }
 
   #resize() {
-    if (!this.#scene) return;
-    const { layout, pass, plane } = this.#scene;
+    if (!this.scene) return;
+    const { layout, pass, plane } = this.scene;
     const room = this.#room();
     const { width, height, keys } = room;
     this.#measured = JSON.stringify(room);
@@ -284,31 +279,31 @@ export class NetworkCanvas extends HTMLElement {
       layout.resize(width - gutter, height - heading, false);
       plane.resize(width, heading + Math.min(layout.breadth, layout.numRows * layout.wholeRow + layout.lane));
     }
-    layout.camera = { ...layout.camera, row: this.#scene.row + 0.5 }; // the followed token stays in sight
+    layout.camera = { ...layout.camera, row: this.scene.row + 0.5 }; // the followed token stays in sight
     this.#restrip();
-    this.redraw();
+    this.drawSoon();
     this.#settled();
   }
 
   #restrip() {
-    const scene = /** @type {Scene} */ (this.#scene);
+    const scene = /** @type {Scene} */ (this.scene);
     scene.palette = paletteOf(this);
     scene.strips = new Strips(scene.pass, scene.plane.isDown, scene.layout.rowSize);
   }
 
   #draw() {
     cancelAnimationFrame(this.#frame);
-    if (!this.#scene) return;
-    paint(this.#scene, this.#margins);
+    if (!this.scene) return;
+    paint(this.scene, this.#margins);
     this.#plane.keep();
-    paintPointed(this.#scene, this.#margins);
+    paintPointed(this.scene, this.#margins);
   }
 
   /** What is under the pointer has changed, and nothing else. */
   #drawMark() {
-    if (!this.#scene) return;
+    if (!this.scene) return;
     this.#plane.restore();
-    paintPointed(this.#scene, this.#margins);
+    paintPointed(this.scene, this.#margins);
   }
 }
 

@@ -137,6 +137,18 @@ export class Plane {
   }
 
   /**
+   * Write at a place of the canvas, in pixels. `y` is the middle of the line.
+   * @param {string} text
+   * @param {number} x
+   * @param {number} y
+   * @param {{ font: string, colour: string, align?: CanvasTextAlign }} look
+   */
+  write(text, x, y, { font, colour, align = "left" }) {
+    Object.assign(this.context, { font, fillStyle: colour, textAlign: align, textBaseline: "middle" });
+    this.context.fillText(text, x, y);
+  }
+
+  /**
    * @param {string} text
    * @param {number} along
    * @param {number} across

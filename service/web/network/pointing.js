@@ -1,6 +1,8 @@
 // Pointer, wheel and touch on the picture of the network: point, choose, drag, zoom and pinch. The wheel scrolls the
 // page, unless Ctrl is held: then it zooms, as on a map.
 
+import { emit } from "../dom.js";
+
 /** @import { NetworkCanvas } from "./network_canvas.js" */
 
 const CLICK = 5; // pixels that a pointer may move in a click
@@ -64,7 +66,7 @@ export class Pointing {
     if (!wasDown || this.#moved >= CLICK || event.button !== 0) return;
     const spot = this.#owner.spotAt(event.offsetX, event.offsetY);
     const isName = this.#owner.place(event.offsetX, event.offsetY)[0] < 0;
-    if (spot) this.#owner.dispatchEvent(new CustomEvent("choose", { detail: { spot, isName } }));
+    if (spot) emit(this.#owner, "choose", { spot, isName });
   }
 
   /** @param {WheelEvent} event */
@@ -82,7 +84,7 @@ export class Pointing {
       return;
     }
     if (!isZoom) {
-      this.#owner.dispatchEvent(new CustomEvent("wheelhint"));
+      emit(this.#owner, "wheelhint");
       return; // the page scrolls
     }
     event.preventDefault();

@@ -1,12 +1,11 @@
 // The heat maps of the stages: pictures with one pixel for each number, or for some neighbours.
 
 import { el, context2d } from "../dom.js";
-import { colour } from "../draw/colours.js";
+import { pixelColours } from "../draw/colours.js";
 import { bandOf } from "./scene.js";
 
 /**
  * @import { Numbers } from "../api.js"
- * @import { Colour } from "../draw/colours.js"
  * @import { Item } from "./items.js"
  * @import { Pass, Range } from "./pass.js"
  * @typedef {{ canvas: HTMLCanvasElement, columns: number, steps: number }} Strip
@@ -25,8 +24,6 @@ export class Strips {
   /** @type {Map<string, Strip>} */
   #kept = new Map();
   #pixels = 0;
-  /** @type {Record<string, Colour[]>} */
-  #tables;
 
   /**
    * @param {Pass} pass
@@ -37,9 +34,6 @@ export class Strips {
     this.#pass = pass;
     this.#isDown = isDown;
     this.#rowSize = rowSize;
-    const table = (/** @type {"sequential" | "diverging"} */ map) =>
-      Array.from({ length: 256 }, (_, index) => colour(index / 255, map));
-    this.#tables = { sequential: table("sequential"), diverging: table("diverging") };
   }
 
   /**
@@ -82,8 +76,7 @@ export class Strips {
     const image = context.createImageData(w, h);
     const pixels = new Uint32Array(image.data.buffer);
     const range = this.#pass.range(item.name);
-    const table = this.#tables[range.isSigned ? "diverging" : "sequential"];
-    const packed = table.map(([red, green, blue]) => (255 << 24) | (blue << 16) | (green << 8) | red);
+    const colours = pixelColours(range.isSigned ? "diverging" : "sequential");
     const band = bandOf(item.height, item.branch !== null, this.#rowSize).map((share) => Math.round(share * STEPS));
     for (let row = from; row < to; row++) {
       const numbers = this.#pass.row(item.name, row);
@@ -94,7 +87,7 @@ export class Strips {
             ? numbers[first + column]
             : sizeOf(numbers, first + column * bin, Math.min(end, first + (column + 1) * bin));
         const isHidden = !Number.isFinite(value) || isMasked(this.#pass, item, row, first + column * bin);
-        const dye = isHidden ? GREY : packed[colourIndex(value, range)];
+        const dye = isHidden ? GREY : colours[colourIndex(value, range)];
         for (let step = band[0]; step < band[1]; step++) {
           const across = (row - from) * STEPS + step;
           pixels[this.#isDown ? column * w + across : across * w + column] = dye;

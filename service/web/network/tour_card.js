@@ -1,6 +1,6 @@
 // <tour-card>: one step of a lesson, with its question and, when it is asked for, the answer. It can go on by itself.
 
-import { el } from "../dom.js";
+import { actionButton, el, emit } from "../dom.js";
 import { isCalm } from "./motion.js";
 
 /**
@@ -96,8 +96,7 @@ export class TourCard extends HTMLElement {
 
   /** @param {number | null} step */
   #go(step) {
-    if (step === null || (step >= 0 && step < this.#count))
-      this.dispatchEvent(new CustomEvent("step", { detail: { step } }));
+    if (step === null || (step >= 0 && step < this.#count)) emit(this, "step", { step });
   }
 
   /** @param {KeyboardEvent} event */
@@ -146,7 +145,7 @@ export class TourCard extends HTMLElement {
    * @param {() => unknown} onclick
    */
   #button(text, onclick) {
-    return el("button", { type: "button", class: "small", onclick }, text);
+    return actionButton(text, onclick, { class: "small" });
   }
 }
 

@@ -11,52 +11,49 @@ import { guessed, largest } from "./tour_steps.js";
 /** @type {StepOf} */
 export function finalNorm({ pass, row }) {
   const found = largest(pass, "ln_final.out", row);
-  return (
-    found && {
-      title: "The last norm",
-      sentence: "After the last layer, the stream passes one more norm.",
-      question: "Which number is the largest then, by size?",
-      answer: `Number ${found.column}: ${number(found.value)}.`,
-      at: "ln_final.out",
-      cell: String(found.column),
-    }
-  );
+  if (!found) return null;
+  return {
+    title: "The last norm",
+    sentence: "After the last layer, the stream passes one more norm.",
+    question: "Which number is the largest then, by size?",
+    answer: `Number ${found.column}: ${number(found.value)}.`,
+    at: "ln_final.out",
+    cell: String(found.column),
+  };
 }
 
 /** @type {StepOf} */
 export function logits({ pass, row }) {
   const [first, second] = pass.predictions.get(row) ?? [];
-  return first === undefined
-    ? null
-    : {
-        title: "Logits",
-        sentence: "The last vector is multiplied with a vector of every token of the vocabulary: one number for each.",
-        question: "Which token gets the largest?",
-        answer:
-          `${quoted(first)}, ${number(first.logit)}` +
-          (second === undefined ? "." : `; then ${quoted(second)}, ${number(second.logit)}.`),
-        at: "predictions",
-        cell: String(first.id),
-      };
+  if (first === undefined) return null;
+  return {
+    title: "Logits",
+    sentence: "The last vector is multiplied with a vector of every token of the vocabulary: one number for each.",
+    question: "Which token gets the largest?",
+    answer:
+      `${quoted(first)}, ${number(first.logit)}` +
+      (second === undefined ? "." : `; then ${quoted(second)}, ${number(second.logit)}.`),
+    at: "predictions",
+    cell: String(first.id),
+  };
 }
 
 /** @type {StepOf} */
 export function prediction({ pass, line, row }) {
   const layers = line.blocks.length;
   const best = pass.predictions.get(row)?.[0];
-  return best === undefined
-    ? null
-    : {
-        title: "The next token",
-        sentence:
-          (layers > 1 ? `All ${layers} layers do the same, each with its own weights. ` : "") +
-          "The last vector is compared with a vector of every token of the vocabulary. Softmax turns these logits " +
-          "into probabilities.",
-        question: `Which token comes most likely after ${quoted(pass.tokens[row])}?`,
-        answer: `${quoted(best)}, with ${percent(best.probability)}.`,
-        at: "predictions",
-        cell: String(best.id),
-      };
+  if (best === undefined) return null;
+  return {
+    title: "The next token",
+    sentence:
+      (layers > 1 ? `All ${layers} layers do the same, each with its own weights. ` : "") +
+      "The last vector is compared with a vector of every token of the vocabulary. Softmax turns these logits " +
+      "into probabilities.",
+    question: `Which token comes most likely after ${quoted(pass.tokens[row])}?`,
+    answer: `${quoted(best)}, with ${percent(best.probability)}.`,
+    at: "predictions",
+    cell: String(best.id),
+  };
 }
 
 /** @type {StepOf} */
@@ -121,14 +118,13 @@ export function loss({ pass }) {
 /** @type {StepOf} */
 export function perplexity({ pass }) {
   const { mean, perplexity: value } = pass.loss;
-  return mean === null || value === null
-    ? null
-    : {
-        title: "Perplexity",
-        sentence: "e to the power of the mean loss: among how many equally likely tokens the network seems to choose.",
-        question: "How many are they for this prompt?",
-        answer: `e^${number(mean)} = ${number(value)}.`,
-        at: "predictions",
-        cell: "",
-      };
+  if (mean === null || value === null) return null;
+  return {
+    title: "Perplexity",
+    sentence: "e to the power of the mean loss: among how many equally likely tokens the network seems to choose.",
+    question: "How many are they for this prompt?",
+    answer: `e^${number(mean)} = ${number(value)}.`,
+    at: "predictions",
+    cell: "",
+  };
 }

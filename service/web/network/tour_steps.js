@@ -106,33 +106,31 @@ export function tokens({ pass, row }) {
 /** @type {StepOf} */
 export function embedding({ pass, row }) {
   const found = largest(pass, "embed", row);
-  return (
-    found && {
-      title: "Embedding",
-      sentence:
-        `The id selects a row of the embedding table: ${count(found.stage.columns)} numbers. With them begins the ` +
-        "stream of the token, which each layer reads and adds to.",
-      question: "Which of them is the largest, by size?",
-      answer: `Number ${found.column}: ${number(found.value)}.`,
-      at: "embed",
-      cell: "",
-    }
-  );
+  if (!found) return null;
+  return {
+    title: "Embedding",
+    sentence:
+      `The id selects a row of the embedding table: ${count(found.stage.columns)} numbers. With them begins the ` +
+      "stream of the token, which each layer reads and adds to.",
+    question: "Which of them is the largest, by size?",
+    answer: `Number ${found.column}: ${number(found.value)}.`,
+    at: "embed",
+    cell: "",
+  };
 }
 
 /** @type {StepOf} */
 export function position({ pass, row }) {
   const found = largest(pass, "pos_embed", row);
-  return (
-    found && {
-      title: "Position",
-      sentence: "A second table has a row for each position. Both rows are added up.",
-      question: "Which number does the position change the most?",
-      answer: `Number ${found.column}, by ${number(found.value)}.`,
-      at: "pos_embed",
-      cell: "",
-    }
-  );
+  if (!found) return null;
+  return {
+    title: "Position",
+    sentence: "A second table has a row for each position. Both rows are added up.",
+    question: "Which number does the position change the most?",
+    answer: `Number ${found.column}, by ${number(found.value)}.`,
+    at: "pos_embed",
+    cell: "",
+  };
 }
 
 /** @type {StepOf} */
@@ -141,19 +139,18 @@ export function norm({ pass, row, gaze, guesses, writers }) {
   const scale = pass.row(name, row);
   const isDeciding = guesses !== null && gaze.layer !== null && decidingOf(guesses) === gaze.layer + 1;
   const what = isDeciding ? ", which decides" : writers ? ", whose heads write the most" : "";
-  return scale === undefined
-    ? null
-    : {
-        title: "Norm",
-        sentence:
-          "Each layer reads the stream through a norm, which divides all numbers of a token by one number. The " +
-          "picture has the stream before the norm, and after it what the layer works with. " +
-          `This is layer ${gaze.layer}${what}.`,
-        question: "By which number is this token divided?",
-        answer: `By ${number(scale[0])}.`,
-        at: name,
-        cell: "0",
-      };
+  if (scale === undefined) return null;
+  return {
+    title: "Norm",
+    sentence:
+      "Each layer reads the stream through a norm, which divides all numbers of a token by one number. The " +
+      "picture has the stream before the norm, and after it what the layer works with. " +
+      `This is layer ${gaze.layer}${what}.`,
+    question: "By which number is this token divided?",
+    answer: `By ${number(scale[0])}.`,
+    at: name,
+    cell: "0",
+  };
 }
 
 /** @type {StepOf} */
@@ -222,18 +219,17 @@ export function attentionOut(scene) {
   const { pass, row, gaze } = scene;
   const { layer, head } = gaze;
   const found = largest(pass, `blocks.${layer}.attn_out`, row);
-  return (
-    found && {
-      title: "What attention adds",
-      sentence:
-        "Each head mixes the values of the tokens by these shares. A matrix turns the mixtures of all heads into " +
-        `one vector, which is added to the stream.${adds(scene, head)}`,
-      question: "Which number of the stream changes the most?",
-      answer: `Number ${found.column}, by ${number(found.value)}.`,
-      at: `blocks.${layer}.attn_out`,
-      cell: String(found.column),
-    }
-  );
+  if (!found) return null;
+  return {
+    title: "What attention adds",
+    sentence:
+      "Each head mixes the values of the tokens by these shares. A matrix turns the mixtures of all heads into " +
+      `one vector, which is added to the stream.${adds(scene, head)}`,
+    question: "Which number of the stream changes the most?",
+    answer: `Number ${found.column}, by ${number(found.value)}.`,
+    at: `blocks.${layer}.attn_out`,
+    cell: String(found.column),
+  };
 }
 
 /** @type {StepOf} */
@@ -307,18 +303,17 @@ export function residual({ pass, row, gaze: { layer } }) {
 export function gate({ pass, row, gaze: { layer } }) {
   const found = largest(pass, `blocks.${layer}.mlp.post`, row);
   const [open, linear] = [pass.row(`blocks.${layer}.mlp.pre`, row), pass.row(`blocks.${layer}.mlp.pre_linear`, row)];
-  return !found || !open || !linear
-    ? null
-    : {
-        title: "Gated feed-forward",
-        sentence: "Of each neuron there are two: the activation of one is the gate through which the other passes.",
-        question: "Which neuron gives the most, and what is its gate before the activation?",
-        answer:
-          `Neuron ${found.column} gives ${number(found.value)}; its gate is ${number(open[found.column])}, and ` +
-          `${number(linear[found.column])} passes through it.`,
-        at: found.stage.name,
-        cell: String(found.column),
-      };
+  if (!found || !open || !linear) return null;
+  return {
+    title: "Gated feed-forward",
+    sentence: "Of each neuron there are two: the activation of one is the gate through which the other passes.",
+    question: "Which neuron gives the most, and what is its gate before the activation?",
+    answer:
+      `Neuron ${found.column} gives ${number(found.value)}; its gate is ${number(open[found.column])}, and ` +
+      `${number(linear[found.column])} passes through it.`,
+    at: found.stage.name,
+    cell: String(found.column),
+  };
 }
 
 /** @type {StepOf} */
@@ -326,16 +321,15 @@ export function experts({ pass, row, gaze: { layer } }) {
   const name = `blocks.${layer}.mlp.expert_weights`;
   const found = largest(pass, name, row);
   const indices = pass.row(`blocks.${layer}.mlp.expert_indices`, row);
-  return found === null || indices === undefined
-    ? null
-    : {
-        title: "Experts",
-        sentence: "A router chooses a few feed-forward networks for this token, and how much of each result it gets.",
-        question: "Which one counts the most?",
-        answer: `Expert ${indices[found.column]}, times ${number(found.value)}.`,
-        at: name,
-        cell: String(found.column),
-      };
+  if (found === null || indices === undefined) return null;
+  return {
+    title: "Experts",
+    sentence: "A router chooses a few feed-forward networks for this token, and how much of each result it gets.",
+    question: "Which one counts the most?",
+    answer: `Expert ${indices[found.column]}, times ${number(found.value)}.`,
+    at: name,
+    cell: String(found.column),
+  };
 }
 
 /** @type {StepOf} */
@@ -344,18 +338,17 @@ export function feedForward(scene) {
   const { layer } = gaze;
   const name = `blocks.${layer}.mlp.post`;
   const found = largest(pass, name, row);
-  return (
-    found && {
-      title: "Feed-forward",
-      sentence:
-        `A wider layer of ${count(found.stage.columns)} neurons reads this token alone. Most stay near zero.` +
-        adds(scene, null),
-      question: "Which neuron is the most active?",
-      answer: `Neuron ${found.column}: ${number(found.value)}.`,
-      at: name,
-      cell: String(found.column),
-    }
-  );
+  if (!found) return null;
+  return {
+    title: "Feed-forward",
+    sentence:
+      `A wider layer of ${count(found.stage.columns)} neurons reads this token alone. Most stay near zero.` +
+      adds(scene, null),
+    question: "Which neuron is the most active?",
+    answer: `Neuron ${found.column}: ${number(found.value)}.`,
+    at: name,
+    cell: String(found.column),
+  };
 }
 
 /** @type {StepOf} */
@@ -366,18 +359,17 @@ export function block({ pass, line, row, guesses, gaze: { layer } }) {
       ? `All ${line.blocks.length} layers do the same, each with its own weights.`
       : "This network has one layer.";
   const [from, to] = guesses && layer !== null ? guesses.slice(layer, layer + 2).map(guessed) : [];
-  return (
-    found && {
-      title: "After the layer",
-      sentence:
-        "The stream now has what attention and the feed-forward network have added. " +
-        (from ? `Before the layer, the network would say ${from}; after it, ${to}.` : others),
-      question: "Which number of the stream is the largest now, by size?",
-      answer: `Number ${found.column}: ${number(found.value)}.`,
-      at: `blocks.${layer}.resid_post`,
-      cell: String(found.column),
-    }
-  );
+  if (!found) return null;
+  return {
+    title: "After the layer",
+    sentence:
+      "The stream now has what attention and the feed-forward network have added. " +
+      (from ? `Before the layer, the network would say ${from}; after it, ${to}.` : others),
+    question: "Which number of the stream is the largest now, by size?",
+    answer: `Number ${found.column}: ${number(found.value)}.`,
+    at: `blocks.${layer}.resid_post`,
+    cell: String(found.column),
+  };
 }
 
 /** A guess in words: the token and its probability. @param {Guess} guess */

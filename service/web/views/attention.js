@@ -9,8 +9,8 @@ import { percent } from "../format.js";
 import { readChoice, readIndex } from "../indices.js";
 import { placeName } from "../network/names.js";
 import { cached } from "../passes.js";
-import { term } from "../terms.js";
-import { View } from "../view.js";
+import { note } from "../terms.js";
+import { View, bodyOf } from "../view.js";
 import { STAGES } from "./attention_head.js";
 import { AttentionMaps } from "./attention_maps.js";
 import { CHOICES, TARGETS, TARGET_NAMES, ranked } from "./attention_ranking.js";
@@ -56,18 +56,9 @@ export default class Attention extends View {
   #isChosen = false; // whether a head was chosen here since the last update
 
   build() {
-    const meaning = el(
-      "p",
-      { class: "faint" },
-      "Each picture is the ",
-      term("pattern"),
-      " of one ",
-      term("head"),
-      ": a row for each ",
-      term("query"),
-      ", a column for each ",
-      term("key"),
-      `. ${placeName(4, 2)} is head 2 of layer 4.`,
+    const meaning = note(
+      "Each picture is the {pattern} of one {head}: a row for each {query}, a column for each {key}. " +
+        `${placeName(4, 2)} is head 2 of layer 4.`,
     );
     const legend = el("p", { class: "legend" }, "Weight: ", barLegend("0 %", "100 %"), ".", this.#hatched);
     this.append(
@@ -114,7 +105,7 @@ export default class Attention extends View {
    */
   async update(state, signal) {
     this.#signal = signal;
-    const plainBody = { ...(state.model ? { model: state.model } : {}), prompt: state.prompt };
+    const plainBody = bodyOf(state);
     const edits = isWorkedExample(this.context.service, state.model) ? [] : ofPrompt(readEdits(state.edits));
     const body = edits.length > 0 ? { ...plainBody, edits } : plainBody;
     const { layers, heads } = await this.#sizes(state, body, signal);
@@ -134,10 +125,9 @@ export default class Attention extends View {
     await this.#fetchRows(this.#grid.visibleLayers(), signal);
     const means = await this.#maps.means(layers, signal);
     const { tokens } = this.#maps;
-    if (isNew && state.pos !== "" && !isPosition(state.pos, tokens.length))
-      return this.context.navigate({ pos: "" }, { replace: true });
-    if (isNew && state.key !== "" && !isPosition(state.key, tokens.length))
-      return this.context.navigate({ key: "" }, { replace: true });
+    for (const name of /** @type {const} */ (["pos", "key"]))
+      if (isNew && state[name] !== "" && !isPosition(state[name], tokens.length))
+        return this.context.navigate({ [name]: "" }, { replace: true });
     const query = state.pos === "" ? tokens.length - 1 : readIndex(state.pos, "position", tokens.length);
     const key = state.key === "" ? Math.max(0, query - 1) : readIndex(state.key, "key", tokens.length);
     const all = await this.#weigh(means, target, query, key, signal);
@@ -207,8 +197,7 @@ export default class Attention extends View {
 
   pictures() {
     const picture = async () => {
-      const layers = Array.from({ length: this.#grid.numLayers }, (_, layer) => layer);
-      await this.#fetchRows(layers, this.#signal);
+      await this.#fetchRows([...Array(this.#grid.numLayers).keys()], this.#signal);
       return this.#grid.picture();
     };
     return [...this.#head.pictures(), { name: "all heads", element: { picture } }];
@@ -238,10 +227,9 @@ export default class Attention extends View {
    */
   #showChoice(layers, heads, chosen) {
     const of = (/** @type {keyof Place} */ name, /** @type {number} */ size) => {
-      const indices = Array.from({ length: size }, (_, index) => index);
       const control = select(
         { name, onchange: ({ target }) => this.context.navigate({ ...this.#named(), [name]: target.value }) },
-        indices,
+        [...Array(size).keys()],
         chosen[name],
       );
       return labelled(`${name[0].toUpperCase()}${name.slice(1)}`, control);

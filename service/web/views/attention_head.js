@@ -1,12 +1,12 @@
 // One head in detail: its map with tokens on both axes, and what one token, the query, attends to.
 
-import { el, find, findAll } from "../dom.js";
+import { actionButton, el, emit, find, findAll } from "../dom.js";
 import "../draw/arcs.js";
 import { barTable } from "../draw/bars.js";
 import "../draw/heat_map.js";
 import { percent, quoted, shown } from "../format.js";
 import { placeName } from "../network/names.js";
-import { term } from "../terms.js";
+import { note } from "../terms.js";
 import { TARGETS, TARGET_NAMES } from "./attention_ranking.js";
 
 /**
@@ -39,25 +39,17 @@ export class AttentionHead extends HTMLElement {
   #at = null;
   #frame = 0;
   #title = el("h3");
-  #ablate = el(
-    "button",
-    { type: "button", class: "small", onclick: () => this.dispatchEvent(new CustomEvent("ablate")) },
-    "Ablate this head",
-  );
+  #ablate = actionButton("Ablate this head", () => emit(this, "ablate"), { class: "small" });
   #answer = el("p", { class: "answer" });
   #stages = el("div", { class: "row", role: "group", "aria-label": "What the picture shows" });
   #note = el("p", { class: "faint" });
-  #trace = el(
-    "button",
-    {
-      type: "button",
-      class: "small",
-      onclick: () => {
-        const { position: query, key } = this.#shown;
-        this.dispatchEvent(new CustomEvent("trace", { detail: { query, key } }));
-      },
-    },
+  #trace = actionButton(
     "How this number comes about",
+    () => {
+      const { position: query, key } = this.#shown;
+      emit(this, "trace", { query, key });
+    },
+    { class: "small" },
   );
   #map = el("heat-map");
   #said = el("p", { class: "answer" });
@@ -70,17 +62,12 @@ export class AttentionHead extends HTMLElement {
     if (this.childElementCount > 0) return;
     this.#stages.append(
       ...Object.entries(STAGES).map(([stage, { label }]) =>
-        el("button", { type: "button", dataset: { stage }, onclick: () => this.#change({ stage }) }, label),
+        actionButton(label, () => emit(this, "change", { stage }), { dataset: { stage } }),
       ),
     );
-    const meaning = el(
-      "p",
-      { class: "faint" },
-      "The pattern is the ",
-      term("softmax"),
-      " of the masked ",
-      term("score", "scores"),
-      ": each row adds up to 100 %. Click on a cell to keep its row.",
+    const meaning = note(
+      "The pattern is the {softmax} of the masked {score|scores}: each row adds up to 100 %. Click on a " +
+        "cell to keep its row.",
     );
     this.append(
       el(
@@ -104,12 +91,12 @@ export class AttentionHead extends HTMLElement {
     );
     this.#map.addEventListener("cell", ({ detail }) => this.#point(detail && this.#positionOf(detail.row)));
     this.#map.addEventListener("choose", ({ detail }) =>
-      this.#change({ pos: String(this.#positionOf(detail.row)), key: String(this.#positionOf(detail.column)) }),
+      emit(this, "change", { pos: String(this.#positionOf(detail.row)), key: String(this.#positionOf(detail.column)) }),
     );
     this.#arcs.addEventListener("point", ({ detail }) => this.#point(detail.position));
     this.#arcs.addEventListener("query", ({ detail: { position } }) => {
       // what is shown may be pointed at
-      if (position !== this.#shown.position) this.#change({ pos: String(position), key: "" });
+      if (position !== this.#shown.position) emit(this, "change", { pos: String(position), key: "" });
     });
   }
 
@@ -151,11 +138,6 @@ export class AttentionHead extends HTMLElement {
       { name: `layer ${this.#shown.layer} head ${this.#shown.head}`, element: this.#map },
       { name: "arcs", element: this.#arcs.picture() },
     ];
-  }
-
-  /** @param {Record<string, string>} detail */
-  #change(detail) {
-    this.dispatchEvent(new CustomEvent("change", { detail }));
   }
 
   #describe() {
@@ -261,10 +243,9 @@ export class AttentionHead extends HTMLElement {
       }),
       keys.length < 2 * NUM_KEYS
         ? ""
-        : el(
-            "button",
-            { type: "button", onclick: list(!this.#listsAll) },
+        : actionButton(
             this.#listsAll ? `Show the ${NUM_KEYS} strongest` : `Show all ${keys.length} keys`,
+            list(!this.#listsAll),
           ),
     );
   }

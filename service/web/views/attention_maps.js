@@ -181,15 +181,12 @@ export class AttentionMaps {
   }
 }
 
+const byteOf = (/** @type {number} */ weight) => Math.round(255 * Math.min(1, Math.max(0, weight)));
+
 /**
  * Weights as bytes: 255 is a weight of 1, or of more.
  * @param {Numbers} weights
  */
 function bytesOf(weights) {
-  return weights instanceof Uint8Array ? weights : Uint8Array.from(weights, (weight) => byteOf(weight));
-}
-
-/** @param {number} weight */
-function byteOf(weight) {
-  return Math.round(255 * Math.min(1, Math.max(0, weight)));
+  return weights instanceof Uint8Array ? weights : Uint8Array.from(weights, byteOf);
 }

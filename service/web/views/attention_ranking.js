@@ -1,6 +1,6 @@
 // Which heads attend most to a kind of token, such as the previous one, or to one chosen token.
 
-import { el, findAll, labelled, select } from "../dom.js";
+import { actionButton, el, emit, findAll, labelled, select } from "../dom.js";
 import { dataTable } from "../draw/data_table.js";
 import { percent, quoted, shown } from "../format.js";
 import { placeName } from "../network/names.js";
@@ -63,7 +63,7 @@ export class AttentionRanking extends HTMLElement {
       this.#basis,
       this.#table,
     );
-    this.#select.addEventListener("change", () => this.#send("target", { target: this.#select.value }));
+    this.#select.addEventListener("change", () => emit(this, "target", { target: this.#select.value }));
   }
 
   /** @param {Shown} what */
@@ -95,19 +95,11 @@ export class AttentionRanking extends HTMLElement {
     this.#table.refresh();
   }
 
-  /**
-   * @param {"target" | "pair" | "choose"} type
-   * @param {object} detail
-   */
-  #send(type, detail) {
-    this.dispatchEvent(new CustomEvent(type, { detail }));
-  }
-
   /** @param {PositionedToken[]} tokens */
   #buildPair(tokens) {
     const options = tokens.map((token, position) => [position, `${position} ${shown(token)}`]);
     const control = (/** @type {"key" | "pos"} */ name) =>
-      select({ name, onchange: ({ target }) => this.#send("pair", { [name]: target.value }) }, options, 0);
+      select({ name, onchange: ({ target }) => emit(this, "pair", { [name]: target.value }) }, options, 0);
     this.#pair.replaceChildren(labelled("Key", control("key")), labelled("for the query", control("pos")));
   }
 
@@ -158,17 +150,10 @@ export class AttentionRanking extends HTMLElement {
    */
   #button(place, text) {
     const isShown = nameOf(place) === nameOf(this.#shown.chosen);
-    return el(
-      "button",
-      {
-        type: "button",
-        class: "small",
-        title: "Show this head",
-        dataset: { head: nameOf(place) },
-        "aria-pressed": String(isShown),
-        onclick: () => this.#send("choose", { layer: place.layer, head: place.head }),
-      },
+    return actionButton(
       `${nameOf(place)}: ${text}`,
+      () => emit(this, "choose", { layer: place.layer, head: place.head }),
+      { class: "small", title: "Show this head", dataset: { head: nameOf(place) }, "aria-pressed": String(isShown) },
     );
   }
 

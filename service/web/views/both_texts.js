@@ -2,7 +2,7 @@
 
 import { el } from "../dom.js";
 import { barLegend } from "../draw/bars.js";
-import { term } from "../terms.js";
+import { withTerms } from "../terms.js";
 import { firstDifference, switchedOff } from "./continuation.js";
 
 /**
@@ -20,12 +20,7 @@ export class BothTexts extends HTMLElement {
   #legend = el(
     "p",
     { class: "legend" },
-    term("probability", "Probability"),
-    " of the ",
-    term("token"),
-    " (",
-    term("greedy"),
-    "): ",
+    withTerms("{probability|Probability} of the {token} ({greedy}): "),
     barLegend("0 %", "100 %"),
   );
   #key = ""; // of the text without edits that is shown: other edits do not change it
@@ -50,7 +45,8 @@ export class BothTexts extends HTMLElement {
     this.#plain.mark(null);
     const off = switchedOff(model.generation_defaults);
     const request = { ...body, temperature: 0, max_tokens: room, logprobs: 1, ...off };
-    await Promise.all([this.#writePlain(request, signal), this.#writeEdited({ ...request, edits }, signal)]);
+    const edited = edits.length > 0 ? this.#edited.stream({ ...request, edits }, signal) : this.#edited.clear();
+    await Promise.all([this.#writePlain(request, signal), edited]);
     if (edits.length === 0) return undefined;
     const { index, said } = firstDifference(this.#edited.tokens, this.#plain.tokens);
     this.#said.textContent = said;
@@ -75,15 +71,6 @@ export class BothTexts extends HTMLElement {
     this.#key = "";
     await this.#plain.stream(request, signal);
     this.#key = key;
-  }
-
-  /**
-   * @param {Body & { edits: Edit[] }} request
-   * @param {AbortSignal} signal
-   */
-  async #writeEdited(request, signal) {
-    if (request.edits.length > 0) await this.#edited.stream(request, signal);
-    else this.#edited.clear();
   }
 }
 

@@ -1,12 +1,12 @@
 // Which heads and feed-forward networks write a token: their shares in its logit, in the pass without edits.
 
-import { el, labelled } from "../dom.js";
+import { actionButton, el, emit, labelled, onSubmit, textBox } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import "../draw/heat_map.js";
-import { number, shown } from "../format.js";
+import { number, shown, signed } from "../format.js";
 import { placeName } from "../network/names.js";
-import { term } from "../terms.js";
-import { signed } from "./edit_words.js";
+import { note } from "../terms.js";
+import { didYouMean } from "./field_message.js";
 
 /**
  * @import { DirectAnswer, Edit, Token } from "../answers.js"
@@ -24,7 +24,7 @@ const NUM_SHOWN = 10;
  */
 export class DirectAttribution extends HTMLElement {
   #form = el("form", { class: "row", "aria-label": "Explain a token" });
-  #fields = { token: textField("token"), minus: textField("minus") };
+  #fields = { token: textBox("token", { size: "12" }), minus: textBox("minus", { size: "12" }) };
   #hints = el("p", { class: "row", role: "status" });
   #answer = el("p", { class: "answer" });
   #sum = el("p");
@@ -47,14 +47,9 @@ export class DirectAttribution extends HTMLElement {
       labelled("compared with (optional)", this.#fields.minus),
       el("button", { type: "submit" }, "Explain"),
     );
-    const meaning = el(
-      "p",
-      { class: "faint" },
-      "The ",
-      term("logit"),
-      " of a token is a sum of shares (direct ",
-      term("attribution"),
-      "). A share says what a part writes, not what would change without the part.",
+    const meaning = note(
+      "The {logit} of a token is a sum of shares (direct {attribution}). A share says what a part " +
+        "writes, not what would change without the part.",
     );
     this.append(
       el("h3", {}, "Which parts write a token, without edits?"),
@@ -64,10 +59,7 @@ export class DirectAttribution extends HTMLElement {
       this.#computing,
       this.#result,
     );
-    this.#form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.#explain();
-    });
+    onSubmit(this.#form, () => this.#explain());
   }
 
   /** @param {{ token: string, minus: string, hints: Hint[] }} texts */
@@ -79,13 +71,7 @@ export class DirectAttribution extends HTMLElement {
         this.#fields[field].value = text;
         this.#explain();
       };
-      return el(
-        "span",
-        {},
-        "Did you mean ",
-        el("button", { type: "button", class: "small", onclick: choose }, `“${shown({ text })}”`),
-        ` (id ${id}), with a space in front?`,
-      );
+      return didYouMean({ text, id }, choose);
     });
     this.#hints.replaceChildren(...buttons);
     this.show(null);
@@ -124,7 +110,7 @@ export class DirectAttribution extends HTMLElement {
 
   #explain() {
     const { token, minus } = this.#fields;
-    this.dispatchEvent(new CustomEvent("explain", { detail: { explain: token.value, minus: minus.value } }));
+    emit(this, "explain", { explain: token.value, minus: minus.value });
   }
 
   /**
@@ -136,16 +122,10 @@ export class DirectAttribution extends HTMLElement {
     const size = Math.max(...[...largest, ...others].map(({ share }) => Math.abs(share))) || 1;
     const button = (/** @type {Part} */ { edit, name }) =>
       edit
-        ? el(
-            "button",
-            {
-              type: "button",
-              class: "small",
-              "aria-label": `Ablate ${name}`,
-              onclick: () => this.dispatchEvent(new CustomEvent("ablate", { detail: { edit } })),
-            },
-            "Ablate",
-          )
+        ? actionButton("Ablate", () => emit(this, "ablate", { edit }), {
+            class: "small",
+            "aria-label": `Ablate ${name}`,
+          })
         : "";
     const rows = [...largest, ...others].map((part) => ({
       cells: [part.name, signed(part.share), button(part)],
@@ -179,11 +159,6 @@ export class DirectAttribution extends HTMLElement {
       valueName: "share",
     };
   }
-}
-
-/** @param {Field} name */
-function textField(name) {
-  return el("input", { name, size: "12", spellcheck: "false", autocomplete: "off" });
 }
 
 /**

@@ -1,10 +1,9 @@
 // The pass without edits beside the edited one: predictions of one position, the loss, and how far each stage moved.
 
 import { el } from "../dom.js";
-import { barTable } from "../draw/bars.js";
-import { number, percent, quoted, shown } from "../format.js";
+import { barTable, predictionTable } from "../draw/bars.js";
+import { number, percent, quoted, shown, signed } from "../format.js";
 import { placeName } from "../network/names.js";
-import { signed } from "./edit_words.js";
 
 /**
  * @import { ForwardAnswer, PositionPredictions, Prediction, StageChange, Token } from "../answers.js"
@@ -53,21 +52,12 @@ export class EditComparison extends HTMLElement {
       : `Without edits, the most likely token after ${quoted(token)} (position ${plain.position}) is ` +
         `${quoted(plain.top[0])}: ${percent(plain.top[0].probability)}.`;
     this.#loss.textContent = lossOf(answer);
-    this.#predictions.replaceChildren(edited ? this.#both(plain, edited) : this.#one(plain));
+    const caption = "The most likely next tokens (temperature 1, whole vocabulary)";
+    this.#predictions.replaceChildren(
+      edited ? this.#both(plain, edited) : predictionTable(caption, plain.top.slice(0, NUM_SHOWN)),
+    );
     this.#stages.replaceChildren(edited ? moved(answer.changes ?? []) : "");
     this.#stages.hidden = !edited;
-  }
-
-  /** @param {PositionPredictions} plain */
-  #one({ top }) {
-    return barTable({
-      caption: "The most likely next tokens (temperature 1, whole vocabulary)",
-      columns: ["token", "id", "probability"],
-      rows: top.slice(0, NUM_SHOWN).map((each) => ({
-        cells: [shown(each), String(each.id), percent(each.probability)],
-        shares: [each.probability],
-      })),
-    });
   }
 
   /**

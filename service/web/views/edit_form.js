@@ -1,6 +1,6 @@
 // The form that adds an edit: what to do, with which part of which layer, at which positions.
 
-import { el, labelled, select } from "../dom.js";
+import { el, emit, labelled, onSubmit, select } from "../dom.js";
 import { shown } from "../format.js";
 import { cached } from "../passes.js";
 import { PARTS, indicesOf, readPositions } from "./edit_words.js";
@@ -87,6 +87,8 @@ export class EditForm extends HTMLElement {
     this.#vectors = vectors;
     const parts = Object.entries(PARTS).filter(([end]) => model.stages.some(({ name }) => name === `blocks.0.${end}`));
     const numbers = (/** @type {number} */ size) => Array.from({ length: size }, (_, index) => index);
+    const numberBox = (/** @type {Name} */ name, /** @type {string} */ value) =>
+      el("input", { name, type: "number", step: "any", value, class: "short" });
     const hint =
       vectors.length > 0
         ? select({ name: "vector" }, vectors)
@@ -100,12 +102,9 @@ export class EditForm extends HTMLElement {
       part: labelled("Part", select({ name: "part" }, parts)),
       layer: labelled("Layer", select({ name: "layer" }, [...numbers(model.config.num_layers), ["*", "all"]])),
       head: labelled("Head", select({ name: "head" }, [...numbers(model.sizes.head), ["", "all"]])),
-      factor: labelled(
-        "Factor",
-        el("input", { name: "factor", type: "number", step: "any", value: "2", class: "short" }),
-      ),
+      factor: labelled("Factor", numberBox("factor", "2")),
       vector: vectors.length > 0 ? labelled("Vector", hint) : hint,
-      scale: labelled("times", el("input", { name: "scale", type: "number", step: "any", value: "1", class: "short" })),
+      scale: labelled("times", numberBox("scale", "1")),
       source: labelled("Other prompt", el("input", { name: "source", size: "40", spellcheck: "false" })),
       positions: labelled(
         "Positions",
@@ -128,11 +127,10 @@ export class EditForm extends HTMLElement {
       this.#showPatch();
     });
     this.#form.addEventListener("input", () => this.#message.clear());
-    this.#form.addEventListener("submit", (event) => {
-      event.preventDefault();
+    onSubmit(this.#form, () => {
       this.#message.clear();
       try {
-        this.dispatchEvent(new CustomEvent("add", { detail: { edit: this.#read() } }));
+        emit(this, "add", { edit: this.#read() });
       } catch (error) {
         this.#show(messageOf(error), error instanceof FieldError ? error.field : null);
       }

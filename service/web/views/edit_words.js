@@ -1,6 +1,5 @@
 // Edits, as docs/interventions.md describes them: read from the address, and said in words.
 
-import { number } from "../format.js";
 import { placeName } from "../network/names.js";
 
 /**
@@ -208,12 +207,4 @@ export function indicesOf(places, count) {
     return Array.from({ length: Math.min(Math.max(0, last - first + 1), count + 1) }, (_, index) => first + index);
   });
   return indices.length > 0 && indices.every((index) => index >= 0 && index < count) ? indices : null;
-}
-
-/**
- * A number with its sign.
- * @param {number} value
- */
-export function signed(value) {
-  return `${value > 0 ? "+" : ""}${number(value)}`;
 }

@@ -1,7 +1,10 @@
 // Why the service does not take what a form asks for, shown beside the field that it concerns.
 
 import { ApiError } from "../api.js";
-import { el } from "../dom.js";
+import { actionButton, el } from "../dom.js";
+import { shown } from "../format.js";
+
+/** @import { Token } from "../answers.js" */
 
 /** A message of one form. */
 export class FieldMessage {
@@ -36,6 +39,17 @@ export class FieldMessage {
     this.#control?.removeAttribute("aria-invalid");
     this.#control?.removeAttribute("aria-describedby");
   }
+}
+
+/**
+ * Offer a token with a space in front, if one without it was typed.
+ * @param {Token} token
+ * @param {() => unknown} choose
+ * @param {string} [reason]
+ */
+export function didYouMean(token, choose, reason = "") {
+  const button = actionButton(`“${shown(token)}”`, choose, { class: "small" });
+  return el("span", {}, "Did you mean ", button, ` (id ${token.id}), with a space in front?${reason}`);
 }
 
 /**

@@ -2,10 +2,12 @@
 
 import { architectureOf, isWorkedExample } from "../articles.js";
 import { el, labelled, select } from "../dom.js";
+import { scrollRegion } from "../draw/tables.js";
 import { percent, quoted, shown } from "../format.js";
 import { Pass } from "../network/pass.js";
 import { cached } from "../passes.js";
-import { View } from "../view.js";
+import { note } from "../terms.js";
+import { View, bodyOf } from "../view.js";
 import "./forward_map.js";
 import { isOther, isPosition, readPosition } from "./positions.js";
 import "./stage_search.js";
@@ -50,14 +52,8 @@ export default class Forward extends View {
   #signal = new AbortController().signal;
 
   build() {
-    const tokens = el(
-      "div",
-      { class: "scroll", tabindex: "0", role: "region", "aria-label": "Tokens of the prompt" },
-      this.#tokens,
-    );
-    const meaning = el(
-      "p",
-      { class: "faint" },
+    const tokens = scrollRegion("Tokens of the prompt", this.#tokens);
+    const meaning = note(
       "Rows are tokens, columns are numbers: blue is above zero, orange below. Open a card to read its numbers.",
     );
     const controls = el("div", { class: "row" }, this.#search, this.#position, meaning);
@@ -210,7 +206,9 @@ export default class Forward extends View {
             overview,
             state.position === "" ? overview.tokens.length - 1 : readPosition(state.position, overview.tokens.length),
           );
-        const dims = this.#map.dimsOf(name, overview, this.context.service.model);
+        // an unknown stage has no axes: the service says what is wrong with it
+        const known = [...overview.stages, ...(this.context.service.model?.stages ?? [])];
+        const dims = known.find((stage) => stage.name === name)?.dims ?? [];
         const heads = dims.some((dim) => dim === "head" || dim === "kv_head") ? { heads: [Number(state.head)] } : {};
         const body = {
           ...base,
@@ -237,13 +235,11 @@ export default class Forward extends View {
       ["", "all tokens together"],
       ...tokens.map((token) => [String(token.position), `${token.position} ${shown(token)}`]),
     ];
-    const choose = (/** @type {string} */ chosen) => this.context.navigate({ position: chosen });
+    const onchange = (/** @type {{ target: { value: string } }} */ { target }) =>
+      this.context.navigate({ position: target.value });
     const control = this.#position.querySelector("select");
     if (control && this.#shownTokens === tokens) control.value = position;
-    else
-      this.#position.replaceChildren(
-        labelled("Statistics of", select({ onchange: ({ target }) => choose(target.value) }, options, position)),
-      );
+    else this.#position.replaceChildren(labelled("Statistics of", select({ onchange }, options, position)));
     this.#shownTokens = tokens;
   }
 
@@ -308,39 +304,27 @@ export default class Forward extends View {
 }
 
 /**
- * The model and the prompt of a state as requests take them.
- * @param {State} state
- * @returns {Body}
- */
-function bodyOf({ model, prompt }) {
-  return { ...(model ? { model } : {}), prompt };
-}
-
-/**
  * What the address still says of an earlier prompt or model, and what replaces it: what does not exist now is left out.
  * @param {State} state
- * @param {string[]} names
+ * @param {string[]} stages
  * @param {Architecture} architecture
  * @param {number} numTokens
  * @returns {Partial<typeof Forward.params>}
  */
-function stale({ layer, stage, head, position }, names, { num_heads: numHeads }, numTokens) {
+function stale(state, stages, { num_heads: numHeads }, numTokens) {
+  const { layer, stage, head, position } = state;
   const kept = {
     layer: asList(layer)
-      .filter((each) => names.some((name) => layerOf(name) === each))
+      .filter((each) => stages.some((name) => layerOf(name) === each))
       .join(","),
     stage: asList(stage)
-      .filter((each) => names.includes(each))
+      .filter((each) => stages.includes(each))
       .join(","),
     head: Number(head) < numHeads ? head : "0",
     position: position === "" || isPosition(position, numTokens) ? position : "",
   };
-  return {
-    ...(kept.layer !== layer && { layer: kept.layer }),
-    ...(kept.stage !== stage && { stage: kept.stage }),
-    ...(kept.head !== head && { head: kept.head }),
-    ...(kept.position !== position && { position: kept.position }),
-  };
+  const names = /** @type {(keyof typeof kept)[]} */ (Object.keys(kept));
+  return Object.fromEntries(names.filter((name) => kept[name] !== state[name]).map((name) => [name, kept[name]]));
 }
 
 customElements.define("forward-view", Forward);

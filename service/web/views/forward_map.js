@@ -1,6 +1,6 @@
 // The map of a network: the embeddings, the layers, and what follows them, with the residual stream as a line.
 
-import { el, find } from "../dom.js";
+import { actionButton, el, emit, find } from "../dom.js";
 import { bar } from "../draw/bars.js";
 import { number, shown } from "../format.js";
 import { dataTable } from "../draw/data_table.js";
@@ -11,7 +11,7 @@ import "./next_tokens.js";
 import { StageCard, StageValues, isPrediction } from "./stage_card.js";
 
 /**
- * @import { Architecture, ForwardAnswer, Model, Stage } from "../answers.js"
+ * @import { Architecture, ForwardAnswer, Stage } from "../answers.js"
  * @import { Pass } from "../network/pass.js"
  * @import { StageEntry } from "../stages.js"
  * @import { Part, Section } from "./block_map.js"
@@ -30,8 +30,8 @@ export class ForwardMap extends HTMLElement {
   #key = "";
   /** @type {Architecture} */
   #architecture;
-  /** @type {StageEntry[]} */
-  #stages = [];
+  /** @type {StageEntry[]} the entries of all stages, in the order of the computation */
+  stages = [];
   /** @type {Map<string, StageCard>} name of a stage → its card */
   #cards = new Map();
   /** @type {Map<string, HTMLElement>} layer → its <section> */
@@ -49,7 +49,7 @@ export class ForwardMap extends HTMLElement {
     const key = JSON.stringify([names, architecture]);
     if (key === this.#key) return;
     [this.#key, this.#architecture] = [key, architecture];
-    this.#stages = names.map((name) => describe(name, architecture));
+    this.stages = names.map((name) => describe(name, architecture));
     this.#cards.clear();
     this.#layers.clear();
     this.#sight.clear();
@@ -78,7 +78,7 @@ export class ForwardMap extends HTMLElement {
       if (isIntersecting) this.#sight.add(stage.name);
       else this.#sight.delete(stage.name);
     }
-    if (entries.some(({ isIntersecting }) => isIntersecting)) this.#emit("sight", {});
+    if (entries.some(({ isIntersecting }) => isIntersecting)) emit(this, "sight");
   }
 
   /** The stages whose cards are in sight, of those that have a picture. */
@@ -160,18 +160,6 @@ export class ForwardMap extends HTMLElement {
     /** @type {Predictions} */ (content).show({ ...answer, position });
   }
 
-  /**
-   * The names of the axes of a stage. An unknown stage has none: the service says what is wrong with it.
-   * @param {string} name
-   * @param {{ stages: Stage[] }} answer
-   * @param {Model | null} model
-   */
-  dimsOf(name, { stages }, model) {
-    return (
-      (stages.find((stage) => stage.name === name) ?? model?.stages.find((stage) => stage.name === name))?.dims ?? []
-    );
-  }
-
   /** @param {string} name */
   #cardOf(name) {
     const card = this.#cards.get(name);
@@ -191,11 +179,6 @@ export class ForwardMap extends HTMLElement {
     const { num_heads: numHeads, num_kv_heads: numKvHeads } = this.#architecture;
     const kvHead = Math.floor((head * numKvHeads) / numHeads);
     find(card.body, "stage-values").show({ tokens, stage, head, numHeads, kvHead });
-  }
-
-  /** The entries of all stages, in the order of the computation. */
-  get stages() {
-    return this.#stages;
   }
 
   /**
@@ -227,16 +210,8 @@ export class ForwardMap extends HTMLElement {
    * @param {"head" | "position"} name
    */
   #passOn(element, name) {
-    element.addEventListener(name, (event) => event instanceof CustomEvent && this.#emit(name, event.detail));
+    element.addEventListener(name, (event) => event instanceof CustomEvent && emit(this, name, event.detail));
     return element;
-  }
-
-  /**
-   * @param {"layer" | "stage" | "head" | "position" | "sight"} name
-   * @param {object} detail
-   */
-  #emit(name, detail) {
-    this.dispatchEvent(new CustomEvent(name, { detail }));
   }
 
   /**
@@ -254,17 +229,11 @@ export class ForwardMap extends HTMLElement {
    */
   #layer(layer, names) {
     const id = `layer-${layer}`;
-    const button = el(
-      "button",
-      {
-        type: "button",
-        class: "layer-open",
-        "aria-expanded": "false",
-        "aria-controls": id,
-        onclick: () => this.#emit("layer", { layer }),
-      },
-      `Layer ${layer}`,
-    );
+    const button = actionButton(`Layer ${layer}`, () => emit(this, "layer", { layer }), {
+      class: "layer-open",
+      "aria-expanded": "false",
+      "aria-controls": id,
+    });
     const map = el(
       "div",
       { class: "layer-map", id, hidden: true },
@@ -309,7 +278,7 @@ export class ForwardMap extends HTMLElement {
       stages.map((stage, index) => {
         const heading = title && index === 0 ? el("h4", {}, id ? term(id, title) : title) : null;
         const card = new StageCard(stage, heading);
-        card.addEventListener("open", () => this.#emit("stage", { name: stage.name }));
+        card.addEventListener("open", () => emit(this, "stage", { name: stage.name }));
         this.#cards.set(stage.name, card);
         return card;
       }),

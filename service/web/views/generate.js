@@ -1,13 +1,13 @@
 // Generate: the continuation of a prompt as a stream, each token coloured by its probability.
 
 import { ApiError, isAbort, postJson, postStream } from "../api.js";
-import { el, labelled } from "../dom.js";
+import { actionButton, el, labelled } from "../dom.js";
 import { barLegend } from "../draw/bars.js";
 import { dataTable } from "../draw/data_table.js";
 import "../draw/token_strip.js";
 import { count, percent, quoted, shown } from "../format.js";
 import { SAMPLING, SamplingControls, eachSetting, nameAndValue, numeric } from "../sampling_controls.js";
-import { term } from "../terms.js";
+import { withTerms } from "../terms.js";
 import { View } from "../view.js";
 import { entryOf, firstDifference, readToken, switchedOff } from "./continuation.js";
 import { readEdits } from "./edit_words.js";
@@ -69,7 +69,7 @@ export default class GenerateView extends View {
   #seed = this.#box("seed", 0);
   #chat = this.#check("chat", { token: "" });
   #numbers = this.#check("numbers", {});
-  #stop = el("button", { type: "button", disabled: true, onclick: () => this.#run?.stopper.abort() }, "Stop");
+  #stop = actionButton("Stop", () => this.#run?.stopper.abort(), { disabled: true });
   #status = el("p", { class: "status-line", role: "status" });
   #notice = el("p", { role: "status", tabindex: "-1", hidden: true });
   #summary = el("summary", {});
@@ -106,19 +106,15 @@ export default class GenerateView extends View {
         { class: "row" },
         el("span", {}, labelled("Max tokens", this.#maxTokens), " ", this.#room),
         el("label", {}, "Seed ", this.#seed),
-        el("button", { type: "button", onclick: () => this.#newSeed() }, "New seed"),
-        this.#defaults(),
+        actionButton("New seed", () => this.#newSeed()),
+        actionButton("Use the model's defaults", () => this.#useDefaults()),
         this.#chatLabel,
         el("label", {}, this.#numbers, " Probabilities below the tokens"),
       ),
       el(
         "p",
         { class: "faint" },
-        "Temperature 0 always gives the same text (",
-        term("greedy"),
-        "). Above 0, the ",
-        term("seed"),
-        " decides.",
+        withTerms("Temperature 0 always gives the same text ({greedy}). Above 0, the {seed} decides."),
         saidOff(model?.generation_defaults ?? {}),
       ),
       el(
@@ -136,10 +132,7 @@ export default class GenerateView extends View {
       el(
         "p",
         { class: "legend" },
-        term("probability", "Probability"),
-        " of the ",
-        term("token"),
-        " (temperature 1, all tokens): ",
+        withTerms("{probability|Probability} of the {token} (temperature 1, all tokens): "),
         barLegend("0 %", "100 %"),
       ),
       this.#table,
@@ -199,7 +192,7 @@ export default class GenerateView extends View {
   }
 
   pictures() {
-    return this.#run?.tokens.length ? [{ name: "tokens", element: this.#strip }, ...this.#panel.pictures()] : [];
+    return this.#run?.tokens.length ? [{ name: "tokens", element: this.#strip }] : [];
   }
 
   /**
@@ -488,14 +481,9 @@ export default class GenerateView extends View {
     this.context.navigate({ seed: String(crypto.getRandomValues(new Uint32Array(1))[0]), token: "" });
   }
 
-  /** A button that sets the controls to the defaults of the model. */
-  #defaults() {
-    const button = el("button", { type: "button" }, "Use the model's defaults");
-    button.addEventListener("click", () => {
-      const defaults = this.model.generation_defaults;
-      this.context.navigate({ ...eachSetting(({ name, off }) => String(defaults[name] ?? off)), token: "" });
-    });
-    return button;
+  #useDefaults() {
+    const defaults = this.model.generation_defaults;
+    this.context.navigate({ ...eachSetting(({ name, off }) => String(defaults[name] ?? off)), token: "" });
   }
 
   #tableOf() {

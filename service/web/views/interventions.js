@@ -2,12 +2,12 @@
 // what writes a token.
 
 import { ApiError, getJson } from "../api.js";
-import { el, findAll, labelled, select } from "../dom.js";
+import { actionButton, el, findAll, labelled, onSubmit, select } from "../dom.js";
 import { placeName } from "../network/names.js";
 import { cached } from "../passes.js";
 import { otherPrompt, readPrompt } from "../prompts.js";
-import { term } from "../terms.js";
-import { View } from "../view.js";
+import { note } from "../terms.js";
+import { View, bodyOf } from "../view.js";
 import "./both_texts.js";
 import "./direct_attribution.js";
 import "./edit_comparison.js";
@@ -63,20 +63,16 @@ export default class Interventions extends View {
   #isChecking = false; // whether the service is asked if it takes an edit
 
   build() {
-    const meaning = el(
-      "p",
-      { class: "faint" },
-      term("steering", "Steering"),
-      " adds what tells the two texts apart to the ",
-      term("residual"),
-      " in the middle of the network. At strength 1, this vector is as long as the stream at the end of the prompt.",
+    const meaning = note(
+      "{steering|Steering} adds what tells the two texts apart to the {residual} in the middle of the " +
+        "network. At strength 1, this vector is as long as the stream at the end of the prompt.",
     );
-    const apply = el("button", { type: "button", onclick: () => this.#set(this.#json.value) }, "Apply the JSON");
+    const apply = actionButton("Apply the JSON", () => this.#set(this.#json.value));
     const json = el(
       "details",
       {},
       el("summary", {}, "Edits as JSON (all operations)"),
-      el("p", { class: "faint" }, "“steer” has the texts of a vector. It is for this page: requests do not have it."),
+      note("“steer” has the texts of a vector. It is for this page: requests do not have it."),
       this.#json,
       apply,
     );
@@ -84,15 +80,7 @@ export default class Interventions extends View {
       "details",
       {},
       el("summary", {}, "Other edits: switch off a part, multiply it, patch it"),
-      el(
-        "p",
-        { class: "faint" },
-        "An ",
-        term("ablation"),
-        " switches a part off, and ",
-        term("patching"),
-        " takes numbers from another prompt.",
-      ),
+      note("An {ablation} switches a part off, and {patching} takes numbers from another prompt."),
       this.#form,
       json,
     );
@@ -105,10 +93,7 @@ export default class Interventions extends View {
     );
     this.append(this.#steer, meaning, el("h3", {}, "Edits"), this.#chips, others, this.#texts, this.#halves);
     another.addEventListener("click", () => position.requestSubmit());
-    position.addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.context.navigate({ pos: this.#position.value });
-    });
+    onSubmit(position, () => this.context.navigate({ pos: this.#position.value }));
     this.#steer.addEventListener("add", ({ detail }) => this.#add(detail.edit));
     this.#steer.addEventListener("fail", ({ detail }) => this.context.report(detail.error));
     this.#form.addEventListener("add", ({ detail }) => this.#check(detail.edit));
@@ -143,7 +128,10 @@ export default class Interventions extends View {
     this.#body = null;
     this.#state = state;
     this.#halves.classList.remove("is-kept"); // late numbers turn grey
-    if (this.#served !== model) this.#forget(); // the service was restarted, and may serve another model
+    if (this.#served !== model) {
+      this.#texts.clear(); // the service was restarted, and may serve another model
+      this.#sweep.show(null);
+    }
     this.#served = model;
     const sweep = this.#sweep.show(state.other === "" ? null : { name, prompt, other: read(state.other) });
     sweep.catch(() => {}); // its error is thrown below, unless the edits have one
@@ -164,11 +152,6 @@ export default class Interventions extends View {
 
   leave() {
     this.#sweep.leave();
-  }
-
-  #forget() {
-    this.#texts.clear();
-    this.#sweep.show(null);
   }
 
   /**
@@ -199,8 +182,8 @@ export default class Interventions extends View {
    * @param {Model} model
    * @param {AbortSignal} signal
    */
-  async #write({ tokens }, { model: name, prompt }, model, signal) {
-    const body = { ...(name && { model: name }), prompt };
+  async #write({ tokens }, state, model, signal) {
+    const body = bodyOf(state);
     try {
       await this.#texts.show({ body, edits: withoutNames(this.#edits), model, numTokens: tokens.length }, signal);
     } catch (error) {
@@ -257,13 +240,13 @@ export default class Interventions extends View {
    * @param {Model} served
    * @param {NamedEdit[]} list
    */
-  #bodyOf({ model, prompt, pos }, served, list) {
+  #bodyOf(state, served, list) {
+    const { pos } = state;
     if (!/^-?\d*$/.test(pos)) throw new Error(`position: “${pos}” is not a position.`);
     const edits = list.length > 0 ? { edits: withoutNames(list), baseline: true } : {};
     const top_k = Math.min(MAX_TOKENS_COMPARED, served.sizes.d_vocab);
     return {
-      ...(model ? { model } : {}),
-      prompt,
+      ...bodyOf(state),
       stages: STAGES,
       detail: "none",
       positions: [pos === "" ? -1 : Number(pos)],
@@ -278,12 +261,12 @@ export default class Interventions extends View {
    * @param {number} position
    * @param {number} best the id of the most likely token
    */
-  #question({ model, prompt, explain, minus }, { capabilities }, position, best) {
+  #question(state, { capabilities }, position, best) {
+    const { explain, minus } = state;
     const read = (/** @type {string} */ text) => (capabilities.tokenizer ? text : Number(text));
     return {
       method: "direct",
-      ...(model ? { model } : {}),
-      prompt,
+      ...bodyOf(state),
       position,
       token: explain === "" ? best : read(explain),
       ...(minus === "" ? {} : { minus: read(minus) }),
@@ -302,12 +285,16 @@ export default class Interventions extends View {
         texts ? [`${steerName(texts)}, after `, this.#layer(edit, index, words)] : words,
         " ",
         this.#strength(edit, index, words),
-        el("button", { type: "button", class: "small", "aria-label": `Remove: ${words}`, onclick: remove }, "✕"),
+        actionButton("✕", remove, { class: "small", "aria-label": `Remove: ${words}` }),
       );
     });
     const all =
       this.#edits.length > 1
-        ? el("li", {}, el("button", { type: "button", class: "small", onclick: () => this.#set("[]") }, "Remove all"))
+        ? el(
+            "li",
+            {},
+            actionButton("Remove all", () => this.#set("[]"), { class: "small" }),
+          )
         : "";
     this.#chips.replaceChildren(
       ...(chips.length > 0 ? chips : [el("li", { class: "faint" }, "There are no edits yet.")]),

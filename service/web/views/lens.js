@@ -1,15 +1,16 @@
 // The view "Logit lens": what the network would predict after each layer, at each position.
 
-import { el, labelled, select } from "../dom.js";
-import { barLegend, barTable } from "../draw/bars.js";
+import { el, labelled, onSubmit, select, textBox } from "../dom.js";
+import { barLegend, barTable, predictionTable } from "../draw/bars.js";
 import "../draw/cell_grid.js";
-import { dataTable } from "../draw/data_table.js";
+import { dataTable, pager } from "../draw/data_table.js";
 import { count, percent, quoted, shown } from "../format.js";
 import { readChoice, readIndex } from "../indices.js";
 import { cached } from "../passes.js";
-import { term } from "../terms.js";
-import { View } from "../view.js";
+import { note } from "../terms.js";
+import { View, bodyOf } from "../view.js";
 import { ofGeneration, ofPrompt, readEdits } from "./edit_words.js";
+import { didYouMean } from "./field_message.js";
 import { chance, rowName, whereItWins } from "./lens_answers.js";
 import { isOther, isPosition } from "./positions.js";
 
@@ -46,20 +47,10 @@ export default class Lens extends View {
   #answer = el("p", { class: "answer" });
   #form = el("form", { class: "row", "aria-label": "Options of the logit lens" });
   #generate = el("input", { name: "generate", type: "number", min: "0", class: "short" });
-  #token = el("input", {
-    name: "token",
-    size: "12",
-    placeholder: "the final one",
-    spellcheck: "false",
-    autocomplete: "off",
-  });
+  #token = textBox("token", { size: "12", placeholder: "the final one" });
   #lens = select(
     { name: "lens", onchange: ({ target }) => this.context.navigate({ lens: target.value }) },
-    [
-      ["", "default"],
-      ["tuned", "tuned"],
-      ["plain", "plain"],
-    ],
+    [["", "default"], "tuned", "plain"],
     "",
   );
   #cells = select(
@@ -78,14 +69,9 @@ export default class Lens extends View {
   #shown;
 
   build() {
-    const meaning = el(
-      "p",
-      { class: "faint" },
-      "The ",
-      term("logit_lens"),
-      " reads the ",
-      term("residual"),
-      " after each layer as if it were the end. Each cell guesses the token after its column.",
+    const meaning = note(
+      "The {logit_lens} reads the {residual} after each layer as if it were the end. Each cell guesses " +
+        "the token after its column.",
     );
     this.#buildForm();
     this.append(
@@ -116,10 +102,9 @@ export default class Lens extends View {
       offersTuned ? labelled("Lens", this.#lens) : "",
     );
     this.#token.addEventListener("input", () => this.#offerSpace());
-    this.#form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.context.navigate({ generate: this.#generate.value, token: this.#token.value, pos: "", from: "" });
-    });
+    onSubmit(this.#form, () =>
+      this.context.navigate({ generate: this.#generate.value, token: this.#token.value, pos: "", from: "" }),
+    );
   }
 
   /**
@@ -180,19 +165,7 @@ export default class Lens extends View {
       field.value = ` ${typed}`;
       this.#form.requestSubmit();
     };
-    this.#hint.replaceChildren(
-      ...(spaced
-        ? [
-            el(
-              "span",
-              {},
-              "Did you mean ",
-              el("button", { type: "button", class: "small", onclick: follow }, `“${shown(spaced)}”`),
-              ` (id ${spaced.id}), with a space in front? The grid has this token.`,
-            ),
-          ]
-        : []),
-    );
+    this.#hint.replaceChildren(spaced ? didYouMean(spaced, follow, " The grid has this token.") : "");
     this.#hint.hidden = spaced === undefined;
   }
 
@@ -211,11 +184,11 @@ export default class Lens extends View {
    * @param {AbortSignal} signal
    * @returns {Promise<Text>}
    */
-  async #readText({ model, prompt, generate }, edits, signal) {
+  async #readText(state, edits, signal) {
+    const { prompt, generate } = state;
     if (generate !== "0") {
       const body = {
-        ...(model ? { model } : {}),
-        prompt,
+        ...bodyOf(state),
         max_tokens: Number(generate),
         temperature: 0,
         echo: true,
@@ -257,8 +230,7 @@ export default class Lens extends View {
     const positions = Array.from({ length: size }, (_, index) => first + index);
     return {
       method: "logit_lens",
-      ...(model ? { model } : {}),
-      prompt,
+      ...bodyOf({ model, prompt }),
       positions,
       top_k: Math.min(NUM_TOKENS, sizes.d_vocab),
       ...followed,
@@ -372,7 +344,7 @@ export default class Lens extends View {
       readEdits(this.#shown.state.edits).some(({ stage }) => BEHIND.test(stage)) &&
         " Edits of the last norm and of the logits are left out: the lens decodes the residuals before them.",
     ];
-    this.#legend.replaceChildren(...colours[cells], ...notes.filter((note) => note !== false));
+    this.#legend.replaceChildren(...colours[cells], ...notes.filter((each) => each !== false));
   }
 
   #showWords() {
@@ -403,15 +375,7 @@ export default class Lens extends View {
       el(
         "div",
         { class: "beside" },
-        barTable({
-          caption: `The ${top.length} most likely tokens.`,
-          columns: ["token", "id", "probability"],
-          rows: top.map((each) => ({
-            cells: [shown(each), String(each.id), percent(each.probability)],
-            shares: [each.probability],
-            mark: each.id === token.id,
-          })),
-        }),
+        predictionTable(`The ${top.length} most likely tokens.`, top, token.id),
         el(
           "div",
           { class: "compact" },
@@ -430,28 +394,14 @@ export default class Lens extends View {
   }
 
   #showPager() {
-    const { first, size, answer } = this.#shown;
-    const shownSize = answer.layers[0].positions.length;
-    const go = (/** @type {number} */ from) => () =>
-      this.context.navigate({ from: String(from), pos: String(Math.min(size - 1, from + this.#window - 1)) });
+    const { first, size } = this.#shown;
+    const go = (/** @type {number} */ to) => {
+      const from = Math.min(to, size - this.#window);
+      return this.context.navigate({ from: String(from), pos: String(from + this.#window - 1) });
+    };
     this.#pager.hidden = size <= this.#window;
-    this.#pager.replaceChildren(
-      el(
-        "button",
-        { type: "button", disabled: first === 0, onclick: go(Math.max(0, first - this.#window)) },
-        "Earlier positions",
-      ),
-      `positions ${first} to ${first + shownSize - 1} of ${size}`,
-      el(
-        "button",
-        {
-          type: "button",
-          disabled: first + this.#window >= size,
-          onclick: go(Math.min(size - this.#window, first + this.#window)),
-        },
-        "Later positions",
-      ),
-    );
+    const page = { from: first, size: this.#window, total: size };
+    this.#pager.replaceChildren(...pager("positions", page, go));
   }
 
   #tableOf() {

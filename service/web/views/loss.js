@@ -2,13 +2,13 @@
 
 import { ARTICLES, isWorkedExample } from "../articles.js";
 import { el } from "../dom.js";
-import { barLegend, barTable } from "../draw/bars.js";
+import { barLegend, predictionTable } from "../draw/bars.js";
 import { dataTable } from "../draw/data_table.js";
 import "../draw/token_strip.js";
 import { number, percent, quoted, shown } from "../format.js";
 import { cached } from "../passes.js";
-import { term } from "../terms.js";
-import { View } from "../view.js";
+import { note, term, withTerms } from "../terms.js";
+import { View, bodyOf } from "../view.js";
 import { isOther, isPosition, readPosition } from "./positions.js";
 
 /**
@@ -39,16 +39,12 @@ export default class Loss extends View {
   #table = dataTable(() => this.#tableOf());
   /** @type {Shown} */
   #shown;
-  #key = "";
 
   build() {
-    const meaning = el(
-      "p",
-      { class: "faint" },
-      "The number below a token is its ",
-      term("loss"),
-      ": how badly the network predicted it from the tokens before it. Select one to see what was expected instead. " +
-        "In the view Forward pass, each loss stands one position earlier.",
+    const meaning = note(
+      "The number below a token is its {loss}: how badly the network predicted it from the tokens before " +
+        "it. Select one to see what was expected instead. In the view Forward pass, each loss stands one " +
+        "position earlier.",
     );
     this.#summary.append(el("h3", {}, "From losses to perplexity"), this.#formula, this.#table);
     const beside = el("div", { class: "beside" }, this.#one, this.#summary);
@@ -90,10 +86,10 @@ export default class Loss extends View {
   }
 
   /** @param {State} state */
-  #body({ model, prompt }) {
-    const isExample = isWorkedExample(this.context.service, model);
+  #body(state) {
+    const isExample = isWorkedExample(this.context.service, state.model);
     const top_k = isExample ? {} : { top_k: Math.min(NUM_GUESSES, this.model.sizes.d_vocab) };
-    return { ...(model ? { model } : {}), prompt, stages: ["loss"], detail: "none", ...top_k };
+    return { ...bodyOf(state), stages: ["loss"], detail: "none", ...top_k };
   }
 
   /** @param {Predicted} selected */
@@ -101,13 +97,10 @@ export default class Loss extends View {
     const { answer, predicted } = this.#shown;
     const known = predicted.filter(isKnown);
     const worst = highest(predicted);
-    const key = JSON.stringify(predicted);
-    if (key !== this.#key) {
-      this.#strip.reset("Tokens of the prompt, with the loss of predicting each one");
-      for (const { token, loss } of predicted)
-        this.#strip.add({ token, share: loss === null || !worst ? 0 : loss / worst.loss, said: shortLoss(loss) });
-      this.#key = key;
-    }
+    this.#strip.show(
+      "Tokens of the prompt, with the loss of predicting each one",
+      predicted.map(({ token, loss }) => ({ token, share: (loss ?? 0) / (worst?.loss ?? 1), said: shortLoss(loss) })),
+    );
     this.#strip.mark(predicted.indexOf(selected));
     this.#legend.replaceChildren(
       ...(worst ? ["Loss in ", term("nat", "nats"), ": ", barLegend("0", number(worst.loss))] : []),
@@ -120,11 +113,10 @@ export default class Loss extends View {
       : "There is no loss: the network needs at least two tokens to predict one from another.";
     const total = known.reduce((sum, { loss }) => sum + loss, 0);
     this.#formula.replaceChildren(
-      "mean loss (",
-      term("cross_entropy"),
-      `) = ${number(total)} ÷ ${known.length} = ${number(mean)} · `,
-      term("perplexity"),
-      ` = e^${number(mean)} = ${number(perplexity)}`,
+      ...withTerms(
+        `mean loss ({cross_entropy}) = ${number(total)} ÷ ${known.length} = ${number(mean)} · {perplexity} ` +
+          `= e^${number(mean)} = ${number(perplexity)}`,
+      ),
     );
   }
 
@@ -156,15 +148,11 @@ export default class Loss extends View {
         `loss = −ln p = −ln ${number(probability)} = ${number(loss)}: ${quoted(token)} had a probability of ` +
           `${percent(probability)}. ${verdict}`,
       ),
-      barTable({
-        caption: `What the network expected at position ${position} (temperature 1, whole vocabulary)`,
-        columns: ["token", "id", "probability"],
-        rows: guesses.map((each) => ({
-          cells: [shown(each), String(each.id), percent(each.probability)],
-          shares: [each.probability],
-          mark: each.id === token.id,
-        })),
-      }),
+      predictionTable(
+        `What the network expected at position ${position} (temperature 1, whole vocabulary)`,
+        guesses,
+        token.id,
+      ),
     );
   }
 

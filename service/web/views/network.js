@@ -1,8 +1,9 @@
 // The view "Network": the whole network as one picture of a pass, which can be zoomed down to each number.
 
 import { architectureOf, isWorkedExample } from "../articles.js";
-import { around, el, labelled, select } from "../dom.js";
+import { actionButton, around, el, labelled, select } from "../dom.js";
 import { number, percent, quoted } from "../format.js";
+import { legendBar } from "../draw/colours.js";
 import { dataTable } from "../draw/data_table.js";
 import { editedName } from "../network/edit_signs.js";
 import { lineOf } from "../network/items.js";
@@ -19,7 +20,7 @@ import { Pass } from "../network/pass.js";
 import { tableOf } from "../network/table.js";
 import { nameOf, placeName, stepsOf } from "../network/names.js";
 import { readWriters, writersOf } from "../network/writers.js";
-import { View } from "../view.js";
+import { View, bodyOf } from "../view.js";
 import { inWords, ofPrompt, readNamedEdits, withoutNames } from "./edit_words.js";
 import { isOther, isPosition, readPosition } from "./positions.js";
 
@@ -61,8 +62,8 @@ export default class Network extends View {
     onchange: ({ target }) => this.context.navigate({ show: /** @type {any} */ (target).checked ? "change" : "" }),
   });
   #switch = el("label", { hidden: true }, this.#showsChange, " Show the change");
-  #start = el("button", { type: "button", class: "main", onclick: () => this.#begin("") }, LESSONS[""]?.title);
-  #why = el("button", { type: "button", class: "small", onclick: () => this.#go(Infinity, "") }, "Why?");
+  #start = actionButton(LESSONS[""]?.title, () => this.#begin(""), { class: "main" });
+  #why = actionButton("Why?", () => this.#go(Infinity, ""), { class: "small" });
   #articles = select({ onchange: ({ target }) => this.#begin(target.value) }, [["", "Read an article here"]], "");
   #lessons = el("span", { class: "row lessons" }, this.#start, this.#articles);
   #card = el("tour-card", { hidden: true });
@@ -117,7 +118,11 @@ export default class Network extends View {
     );
     this.#picture.addEventListener("choose", ({ detail }) => this.#choose(detail.spot, detail.isName));
     this.#picture.addEventListener("point", ({ detail }) => this.#say(detail.spot));
-    this.#picture.addEventListener("wheelhint", () => this.#showHint(), { once: true });
+    const showHint = () => {
+      this.#hint.hidden = false;
+      setTimeout(() => (this.#hint.hidden = true), HINT_MILLISECONDS);
+    };
+    this.#picture.addEventListener("wheelhint", showHint, { once: true });
     this.#picture.addEventListener("settle", () => {
       if (this.#picture.scene && this.#picture.scene.layout.zoom > 1) this.#hint.hidden = true;
       this.#fill().catch(this.context.report);
@@ -168,12 +173,6 @@ export default class Network extends View {
     if (this.#hasWriters(state))
       setTimeout(() => !signal.aborted && readWriters(pass, row).catch(this.context.report), IDLE_MILLISECONDS);
     return undefined;
-  }
-
-  /** Say how to zoom to somebody whose wheel scrolled the page over the picture, once. */
-  #showHint() {
-    this.#hint.hidden = false;
-    setTimeout(() => (this.#hint.hidden = true), HINT_MILLISECONDS);
   }
 
   /** The articles whose networks are served. @returns {[string, Lesson][]} */
@@ -356,7 +355,7 @@ export default class Network extends View {
     const isExample = isWorkedExample(service, state.model);
     const named = isExample ? [] : ofPrompt(readNamedEdits(state.edits));
     const edits = withoutNames(named);
-    const plainBody = { ...(state.model ? { model: state.model } : {}), prompt: state.prompt };
+    const plainBody = bodyOf(state);
     const body = edits.length > 0 ? { ...plainBody, edits } : plainBody;
     const [key, plainKey] = [JSON.stringify(body), JSON.stringify(plainBody)];
     const isRestarted = this.#served !== service.model; // the service may serve another model
@@ -430,7 +429,7 @@ export default class Network extends View {
     if (stage === undefined) return;
     const place = { layer: String(explained.place.layer), head: String(head), stage };
     const go = () => this.context.navigate({ view: "attention", ...place, pos: String(row), key: String(within) });
-    this.#cell.append(el("button", { type: "button", class: "small", onclick: go }, "Show in the view Attention"));
+    this.#cell.append(actionButton("Show in the view Attention", go, { class: "small" }));
   }
 
   /** Read what is in sight and not here, then draw it. */
@@ -452,7 +451,7 @@ export default class Network extends View {
       (await Promise.all(passes.map((each) => each.read(some, positions, this.#signal)))).some(Boolean);
     let hasRead = await read(all, rows);
     if (isMuch) hasRead = (await read([...patterns], [row])) || hasRead;
-    if (hasRead && pass === this.#picture.scene?.pass) this.#picture.redraw();
+    if (hasRead && pass === this.#picture.scene?.pass) this.#picture.drawSoon();
   }
 
   /**
@@ -549,7 +548,7 @@ export default class Network extends View {
     this.#trail.replaceChildren(
       ...steps.map(({ text, changes }) => {
         const go = () => this.context.navigate(changes);
-        return el("li", {}, el("button", { type: "button", class: "small", onclick: go }, text));
+        return el("li", {}, actionButton(text, go, { class: "small" }));
       }),
       el("li", {}, el("span", { "aria-current": "location" }, last?.text ?? "")),
     );
@@ -577,11 +576,13 @@ export default class Network extends View {
     const pass = this.#drawn();
     const { low, high, isSigned } = pass.range(at);
     const [least, most] = pass.stages.has(at) ? [brief(low), brief(high)] : ["−", "+"];
-    const bar = (/** @type {string} */ kind) => el("span", { class: `legend-bar ${kind}`, "aria-hidden": "true" });
+    const [negative, positive] = [legendBar("diverging"), legendBar("diverging")];
+    negative.classList.add("half");
+    positive.classList.add("half", "positive");
     const isDiverging = isSigned || !pass.stages.has(at);
     const colours = isDiverging
-      ? [el("span", {}, `${least} `, bar("diverging")), " 0 ", el("span", {}, bar("diverging positive"), ` ${most}`)]
-      : [`${least} `, bar("sequential"), ` ${most}`];
+      ? [el("span", {}, `${least} `, negative), " 0 ", el("span", {}, positive, ` ${most}`)]
+      : [`${least} `, legendBar("sequential"), ` ${most}`];
     const isClipped = pass.stages.has(at) && !at.endsWith("pattern"); // the range is a high percentile
     const masked = pass.stages.get(at)?.hasKeys && [el("span", { class: "legend-masked" }), " masked"];
     this.#legend.replaceChildren(

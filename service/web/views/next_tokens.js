@@ -1,6 +1,6 @@
 // The most likely next tokens after each position of a prompt: a row of tokens to choose from, and a table of bars.
 
-import { el } from "../dom.js";
+import { el, emit } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import "../draw/token_strip.js";
 import { number, percent, quoted, shown } from "../format.js";
@@ -12,28 +12,21 @@ export class NextTokens extends HTMLElement {
   #strip = el("token-strip", { class: "with-numbers", signs: true });
   #table = el("div");
   #said = el("p", { class: "answer" });
-  #key = "";
 
   connectedCallback() {
     if (this.childElementCount > 0) return;
     const note =
       "Below each token: the probability of the most likely token after it. Select one to see what comes next.";
     this.append(el("p", { class: "faint" }, note), this.#strip, this.#said, this.#table);
-    this.#strip.addEventListener("choose", ({ detail }) =>
-      this.dispatchEvent(new CustomEvent("position", { detail: { position: detail.index } })),
-    );
+    this.#strip.addEventListener("choose", ({ detail }) => emit(this, "position", { position: detail.index }));
   }
 
   /** @param {{ tokens: Token[], predictions: PositionPredictions[], position: number }} place */
   show({ tokens, predictions, position }) {
-    const key = JSON.stringify([tokens, predictions]);
-    if (key !== this.#key) {
-      this.#strip.reset("Tokens of the prompt");
-      predictions.forEach(({ top }, index) =>
-        this.#strip.add({ token: tokens[index], share: top[0].probability ?? 0, said: percent(top[0].probability) }),
-      );
-      this.#key = key;
-    }
+    const entries = predictions.map(({ top: [{ probability }] }, index) => {
+      return { token: tokens[index], share: probability ?? 0, said: percent(probability) };
+    });
+    this.#strip.show("Tokens of the prompt", entries);
     this.#strip.mark(position);
     const { top } = predictions[position];
     this.#said.textContent =

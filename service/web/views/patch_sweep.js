@@ -1,13 +1,13 @@
 // Patch every position at every layer, one after the other: where does the network keep what tells two prompts apart?
 
 import { isAbort, postStream } from "../api.js";
-import { el, labelled } from "../dom.js";
+import { actionButton, el, emit, labelled, onSubmit, textBox } from "../dom.js";
 import { scaleOf } from "../draw/colours.js";
 import "../draw/heat_map.js";
 import { count, number, quoted, shown } from "../format.js";
 import { placeName } from "../network/names.js";
 import { cached } from "../passes.js";
-import { term } from "../terms.js";
+import { note } from "../terms.js";
 import { FieldMessage, isRefusal, messageOf } from "./field_message.js";
 
 /**
@@ -34,8 +34,8 @@ const SMALL = 0.05; // a smaller negative share has the colour of 0
  * text, and "add" with detail {edit}.
  */
 export class PatchSweep extends HTMLElement {
-  #other = el("input", { name: "other", spellcheck: "false", autocomplete: "off" });
-  #stop = el("button", { type: "button", hidden: true, onclick: () => this.#sweep?.stopper.abort() }, "Stop");
+  #other = textBox("other");
+  #stop = actionButton("Stop", () => this.#sweep?.stopper.abort(), { hidden: true });
   #form = el(
     "form",
     { class: "row", "aria-label": "Try every layer and position" },
@@ -57,26 +57,20 @@ export class PatchSweep extends HTMLElement {
     if (this.childElementCount > 0) return;
     this.append(
       el("h3", {}, "Where is the difference of two prompts?"),
-      el(
-        "p",
-        { class: "faint" },
-        "Each cell is one ",
-        term("patching", "patch"),
-        " of the ",
-        term("residual"),
-        " before a layer, at one position, with the numbers of the other prompt. 0: the answer stays that of this " +
-          "prompt. 1: it becomes that of the other one. Edits are left out.",
+      note(
+        "Each cell is one {patching|patch} of the {residual} before a layer, at one position, with the " +
+          "numbers of the other prompt. 0: the answer stays that of this prompt. 1: it becomes that of the " +
+          "other one. Edits are left out.",
       ),
       this.#form,
       this.#status,
       this.#result,
     );
     this.#form.addEventListener("input", () => this.#message.clear());
-    this.#form.addEventListener("submit", (event) => {
-      event.preventDefault();
+    onSubmit(this.#form, () => {
       this.#end(); // the same sweep again, if it was stopped
       if (this.#other.value === "") return this.#message.show("Write a text.", this.#form, this.#other);
-      return this.dispatchEvent(new CustomEvent("sweep", { detail: { other: this.#other.value } }));
+      return emit(this, "sweep", { other: this.#other.value });
     });
     this.#map.addEventListener("choose", ({ detail }) => this.#choose(detail.row, detail.column));
   }
@@ -217,11 +211,7 @@ export class PatchSweep extends HTMLElement {
         `Before ${placeName(layer)} at position ${position}, ${swapped(here[position], there[position])}: ` +
           `share ${number(shareOf(found, value))}, difference of the logits ${number(value)}.`,
       ),
-      el(
-        "button",
-        { type: "button", onclick: () => this.dispatchEvent(new CustomEvent("add", { detail: { edit } })) },
-        "Add this patch to the edits",
-      ),
+      actionButton("Add this patch to the edits", () => emit(this, "add", { edit })),
     );
   }
 }

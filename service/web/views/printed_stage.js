@@ -1,7 +1,8 @@
 // One stage that an article prints: the printed numbers beside the computed ones.
 
-import { el } from "../dom.js";
-import { number, shown } from "../format.js";
+import { actionButton, el } from "../dom.js";
+import { bodyRow, scrollRegion } from "../draw/tables.js";
+import { number, shown, signed } from "../format.js";
 
 /**
  * @import { Nested, PrintedStage, Published, Slip, Token } from "../answers.js"
@@ -27,14 +28,6 @@ export function verdict(agrees, isPassedOn = false) {
 }
 
 /**
- * A number with a sign, for differences.
- * @param {number} value
- */
-export function signed(value) {
-  return value > 0 ? `+${number(value)}` : number(value);
-}
-
-/**
  * The rows of a stage: its verdict, and below it the table that its button opens. `entry`: that of stages.js.
  * `place`: {tokens, vocabulary} for the labels.
  * @param {{
@@ -44,11 +37,11 @@ export function signed(value) {
 export function printedStage({ entry, stage, slips, place, isOpen, onToggle }) {
   const id = `printed-${boxes++}`;
   const { published } = stage;
-  const button = el(
-    "button",
-    { type: "button", class: "stage-open", "aria-expanded": String(isOpen), "aria-controls": id, onclick: onToggle },
-    entry.label,
-  );
+  const button = actionButton(entry.label, onToggle, {
+    class: "stage-open",
+    "aria-expanded": String(isOpen),
+    "aria-controls": id,
+  });
   const what = published.squared ? " (the article prints the square of this stage)" : "";
   const head = el(
     "tr",
@@ -101,6 +94,10 @@ function comparisonTable(entry, stage, slips, place) {
   const lines = rows.flatMap(({ index, printed, computed }) => {
     const ours = computed.map((value) => (published.squared && value !== null ? value ** 2 : value));
     const label = rowLabel(index, dims, place);
+    const differences = printed.map((value, column) => {
+      const other = ours[column];
+      return value === null || other === null ? "–" : signed(other - value);
+    });
     const cell = (/** @type {string} */ text, /** @type {number} */ column) =>
       el("td", { class: isSlip([...index, column]) && "slip" }, text, isSlip([...index, column]) ? " ⚠" : "");
     return [
@@ -111,18 +108,8 @@ function comparisonTable(entry, stage, slips, place) {
         el("th", { scope: "row" }, "printed"),
         printed.map((value, column) => cell(value === null ? "–" : String(value).replace("-", "−"), column)),
       ),
-      el(
-        "tr",
-        {},
-        el("th", { scope: "row" }, published.squared ? "computed, squared" : "computed"),
-        ours.map((value) => el("td", {}, number(value))),
-      ),
-      el(
-        "tr",
-        {},
-        el("th", { scope: "row" }, "difference"),
-        ours.map((value, column) => el("td", {}, difference(value, printed[column]))),
-      ),
+      bodyRow(published.squared ? "computed, squared" : "computed", ours.map(number)),
+      bodyRow("difference", differences),
     ];
   });
   const caption = `${entry.label}: printed and computed numbers`;
@@ -132,19 +119,10 @@ function comparisonTable(entry, stage, slips, place) {
     el("th", { scope: "col", colspan: "2" }, ""),
     columns.map((name) => el("th", { scope: "col" }, name)),
   );
-  return el(
-    "div",
-    { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+  return scrollRegion(
+    caption,
     el("table", { class: "comparison" }, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, lines)),
   );
-}
-
-/**
- * @param {number | null} computed
- * @param {number | null} printed
- */
-function difference(computed, printed) {
-  return computed === null || printed === null ? "–" : signed(computed - printed);
 }
 
 /**

@@ -1,7 +1,7 @@
 // One stage of a forward pass on the map: its name, shape, formula and picture, and its figures and values when opened.
 
 import { decode } from "../api.js";
-import { el, find, labelled, select } from "../dom.js";
+import { actionButton, el, emit, find, labelled, select } from "../dom.js";
 import "../draw/heat_map.js";
 import { number, percent, shown } from "../format.js";
 import { axesInWords, shapeInWords } from "../stages.js";
@@ -23,13 +23,15 @@ let cards = 0;
  * button or the picture is pressed.
  */
 export class StageCard extends HTMLElement {
-  #stage;
+  stage;
   #button;
   #shape = el("p", { class: "shape" });
   #figures = el("span", { class: "figures" });
   #picture;
-  #cell;
-  #body;
+  /** The part that is always shown. */
+  cell;
+  /** The box of the values. */
+  body;
 
   /**
    * @param {StageEntry} stage
@@ -37,20 +39,20 @@ export class StageCard extends HTMLElement {
    */
   constructor(stage, heading) {
     super();
-    this.#stage = stage;
+    this.stage = stage;
     const id = `stage-${cards++}`;
     const { name, label, formula } = stage;
     const open = () => this.dispatchEvent(new Event("open"));
-    this.#body = el(
+    this.body = el(
       "div",
       { id, class: "stage-body", role: "group", "aria-label": `${label}: ${name}`, hidden: true },
       el("p", { class: "row" }, el("code", { class: "stage-name" }, name), this.#figures),
     );
-    this.#button = el(
-      "button",
-      { type: "button", class: "stage-open", "aria-expanded": "false", "aria-controls": id, onclick: open },
-      shortLabel(stage),
-    );
+    this.#button = actionButton(shortLabel(stage), open, {
+      class: "stage-open",
+      "aria-expanded": "false",
+      "aria-controls": id,
+    });
     this.#picture = el(isPrediction(name) ? "ol" : "stage-picture", { class: "stage-picture", onclick: open });
     const front = el(
       "div",
@@ -58,30 +60,16 @@ export class StageCard extends HTMLElement {
       el("div", {}, this.#button, this.#shape, formula ? el("p", { class: "formula" }, `= ${formula}`) : ""),
       this.#picture,
     );
-    this.#cell = el("div", { class: "stage-cell" }, heading, front);
+    this.cell = el("div", { class: "stage-cell" }, heading, front);
     this.dataset.stage = name;
   }
 
   connectedCallback() {
-    if (this.childElementCount === 0) this.append(this.#cell, this.#body);
-  }
-
-  get stage() {
-    return this.#stage;
-  }
-
-  /** The part that is always shown. */
-  get cell() {
-    return this.#cell;
-  }
-
-  /** The box of the values. */
-  get body() {
-    return this.#body;
+    if (this.childElementCount === 0) this.append(this.cell, this.body);
   }
 
   get isOpen() {
-    return !this.#body.hidden;
+    return !this.body.hidden;
   }
 
   /**
@@ -92,7 +80,7 @@ export class StageCard extends HTMLElement {
     this.#shape.textContent = shapeInWords(shape, dims);
     const missing =
       summary.non_finite > 0
-        ? ` · ${summary.non_finite} ${this.#stage.part === "loss" ? "without a next token" : "masked (−∞)"}`
+        ? ` · ${summary.non_finite} ${this.stage.part === "loss" ? "without a next token" : "masked (−∞)"}`
         : "";
     this.#figures.textContent =
       `min ${number(summary.min)} · max ${number(summary.max)} · mean ${number(summary.mean)} · std ` +
@@ -106,7 +94,7 @@ export class StageCard extends HTMLElement {
    * @param {number | null} chosen
    */
   draw(pass, positions, chosen) {
-    if (this.#picture instanceof StagePicture) this.#picture.draw({ pass, name: this.#stage.name, positions, chosen });
+    if (this.#picture instanceof StagePicture) this.#picture.draw({ pass, name: this.stage.name, positions, chosen });
   }
 
   /**
@@ -115,7 +103,7 @@ export class StageCard extends HTMLElement {
    */
   showTop(top) {
     const say = (/** @type {PositionPredictions["top"][number]} */ { logit, probability }) =>
-      this.#stage.name === "logits" ? number(logit) : percent(probability);
+      this.stage.name === "logits" ? number(logit) : percent(probability);
     this.#picture.replaceChildren(
       ...top.slice(0, NUM_TOP).map((token) => el("li", {}, el("span", { class: "token" }, shown(token)), say(token))),
     );
@@ -128,9 +116,9 @@ export class StageCard extends HTMLElement {
    */
   setOpen(isOpen, build) {
     this.#button.setAttribute("aria-expanded", String(isOpen));
-    this.#body.hidden = !isOpen;
-    if (isOpen && this.#body.childElementCount === 1 && build) this.#body.append(build(this.#stage));
-    return this.#body.children[1];
+    this.body.hidden = !isOpen;
+    if (isOpen && this.body.childElementCount === 1 && build) this.body.append(build(this.stage));
+    return this.body.children[1];
   }
 }
 
@@ -154,14 +142,6 @@ function shortLabel({ label, part }) {
   return short[0].toUpperCase() + short.slice(1);
 }
 
-/**
- * Whether the values of a stage are shown head by head.
- * @param {string[]} dims
- */
-export function hasHeads(dims) {
-  return dims.some((dim) => HEAD_AXES.includes(dim));
-}
-
 /** <stage-values>: the values of a stage as a heat map, with a choice of the head. Event "head" with detail {head}. */
 export class StageValues extends HTMLElement {
   #stage;
@@ -181,10 +161,6 @@ export class StageValues extends HTMLElement {
     if (this.childElementCount === 0) this.append(this.#meaning, this.#heads, this.#map);
   }
 
-  get map() {
-    return this.#map;
-  }
-
   /**
    * Show one answer: `tokens`, and the stage {shape, dims, values} with at most one head. `head` and `numHeads`: the
    * query head that is shown, and how many there are; `kvHead`: the key-value head that it reads.
@@ -193,7 +169,8 @@ export class StageValues extends HTMLElement {
   show({ tokens, stage, head, numHeads, kvHead }) {
     const { dims } = stage;
     this.#axes.textContent = axesInWords(dims);
-    this.#showHeads(hasHeads(dims), head, numHeads, dims.includes("kv_head") ? kvHead : null);
+    const isByHead = dims.some((dim) => HEAD_AXES.includes(dim));
+    this.#showHeads(isByHead, head, numHeads, dims.includes("kv_head") ? kvHead : null);
     const shape = stage.shape.filter((_, axis) => dims[axis] !== "batch" && !HEAD_AXES.includes(dims[axis]));
     const [rows, columns] = [shape[0], shape[1] ?? 1];
     const labels = tokens.map((token) => `${token.position} ${shown(token)}`);
@@ -221,22 +198,16 @@ export class StageValues extends HTMLElement {
     if (!isShown) return;
     const control = this.#heads.querySelector("select");
     if (control?.options.length === numHeads) control.value = String(head);
-    else
-      this.#heads.replaceChildren(labelled("Head", this.#selectHead(head, numHeads)), el("span", { class: "faint" }));
+    else {
+      const onchange = (/** @type {{ target: { value: string } }} */ { target }) =>
+        emit(this, "head", { head: target.value });
+      const choice = select({ onchange }, [...Array(numHeads).keys()], head);
+      this.#heads.replaceChildren(labelled("Head", choice), el("span", { class: "faint" }));
+    }
     find(this.#heads, ".faint").textContent =
       kvHead === null
         ? ""
         : `Several heads may share keys and values: head ${head} reads those of key-value head ${kvHead}.`;
-  }
-
-  /**
-   * @param {number} head
-   * @param {number} numHeads
-   */
-  #selectHead(head, numHeads) {
-    const choose = (/** @type {string} */ chosen) =>
-      this.dispatchEvent(new CustomEvent("head", { detail: { head: chosen } }));
-    return select({ onchange: ({ target }) => choose(target.value) }, [...Array(numHeads).keys()], head);
   }
 }
 

@@ -1,8 +1,9 @@
 // The picture of a stage on its card: a row for each token, a column for each number, and the heads side by side.
 
 import { context2d, el } from "../dom.js";
-import { colour } from "../draw/colours.js";
+import { pixelColours } from "../draw/colours.js";
 import { number } from "../format.js";
+import { DrawnElement } from "../draw/drawn_element.js";
 import { colourIndex, sizeOf } from "../network/strips.js";
 
 /**
@@ -20,31 +21,22 @@ const MASKED = 0x30808080;
 const BAR = 150; // the colour of bars, of 256
 
 /** <stage-picture>. `draw` shows a stage; the picture follows the theme and its own width. */
-export class StagePicture extends HTMLElement {
+export class StagePicture extends DrawnElement {
   #canvas = el("canvas", { width: 0, height: 0 });
   /** @type {Drawn | null} */
   #drawn = null;
-  #redraw = () => this.#paint();
-  #resized = new ResizeObserver(this.#redraw);
 
-  connectedCallback() {
+  build() {
     this.append(this.#canvas);
-    this.#resized.observe(this);
-    addEventListener("themechange", this.#redraw);
-  }
-
-  disconnectedCallback() {
-    this.#resized.disconnect();
-    removeEventListener("themechange", this.#redraw);
   }
 
   /** @param {Drawn} drawn */
   draw(drawn) {
     this.#drawn = drawn;
-    this.#paint();
+    this.redraw();
   }
 
-  #paint() {
+  redraw() {
     const drawn = this.#drawn;
     const stage = drawn?.pass.stages.get(drawn.name);
     if (!drawn || !stage || this.clientWidth === 0) return;
@@ -115,10 +107,7 @@ function scaled({ left, top, width, height }, scale) {
 function paintTile(image, tile, head, stage, { pass, positions, chosen }) {
   const range = pass.range(stage.name);
   const pixels = new Uint32Array(image.data.buffer);
-  const dyes = Array.from({ length: 256 }, (_, index) => {
-    const [red, green, blue] = colour(index / 255, range.isSigned ? "diverging" : "sequential");
-    return (blue << 16) | (green << 8) | red;
-  });
+  const colours = pixelColours(range.isSigned ? "diverging" : "sequential");
   const { columns, heads, hasKeys } = stage;
   const isBar = columns * heads === 1;
   const longest = isBar ? Math.max(...positions.map((position) => sizeIn(stage, position))) || 1 : 1; // 1: no bars
@@ -139,7 +128,7 @@ function paintTile(image, tile, head, stage, { pass, positions, chosen }) {
       const isMasked = hasKeys && from > position && (value === 0 || !Number.isFinite(value));
       const isBeyondBar = isBar && x > (tile.width * Math.abs(value)) / longest;
       if (isMasked || isBeyondBar) continue;
-      const dye = dyes[isBar ? BAR : colourIndex(value, range)];
+      const dye = colours[isBar ? BAR : colourIndex(value, range)] & 0xffffff;
       pixels[(tile.top + y) * image.width + tile.left + x] = Number.isFinite(value) ? (opacity << 24) | dye : MASKED;
     }
   }

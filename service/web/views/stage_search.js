@@ -1,6 +1,6 @@
 // A search box that finds a stage of the forward pass by its name, and leads to it.
 
-import { el, labelled } from "../dom.js";
+import { el, emit, labelled, onSubmit, textBox } from "../dom.js";
 import { TERMS } from "../terms_list.js";
 import { isFound } from "../words.js";
 
@@ -13,15 +13,7 @@ import { isFound } from "../words.js";
 export class StageSearch extends HTMLElement {
   /** @type {{ stages: StageEntry[], layers: Set<string> }} */
   #shown;
-  #box = el("input", {
-    name: "go",
-    type: "search",
-    list: "stage-names",
-    size: "24",
-    spellcheck: "false",
-    autocomplete: "off",
-    placeholder: "such as layer 2 pattern",
-  });
+  #box = textBox("go", { type: "search", list: "stage-names", size: "24", placeholder: "such as layer 2 pattern" });
   #names = el("datalist", { id: "stage-names" });
   #said = el("span", { class: "faint", role: "status" });
   #form = el(
@@ -36,10 +28,7 @@ export class StageSearch extends HTMLElement {
   connectedCallback() {
     if (this.childElementCount > 0) return;
     this.append(this.#form);
-    this.#form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.#go(this.#box.value.trim());
-    });
+    onSubmit(this.#form, () => this.#go(this.#box.value.trim()));
   }
 
   /** @param {{ stages: StageEntry[], layers: Set<string> }} shown */
@@ -62,7 +51,7 @@ export class StageSearch extends HTMLElement {
       this.#said.textContent =
         `“${query}” fits ${found.length} stages. This is ${stage.name}. ` +
         `For another one, choose from the list${withLayer(query, stage, found.at(-1))}.`;
-    if (stage) this.dispatchEvent(new CustomEvent("go", { detail: { stage } }));
+    if (stage) emit(this, "go", { stage });
   }
 }
 

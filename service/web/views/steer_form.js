@@ -1,6 +1,6 @@
 // The form that steers: more like one text, less like another.
 
-import { el, labelled } from "../dom.js";
+import { el, emit, labelled, onSubmit } from "../dom.js";
 import { FieldMessage, isRefusal, messageOf } from "./field_message.js";
 import { steeringEdit } from "./steering.js";
 
@@ -33,10 +33,7 @@ export class SteerForm extends HTMLElement {
     if (this.childElementCount > 0) return;
     this.append(this.#form);
     this.#form.addEventListener("input", () => this.#message.clear());
-    this.#form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.#steer();
-    });
+    onSubmit(this.#form, () => this.#steer());
   }
 
   /** @param {{ source: Source, layer: number, hasTexts: boolean }} what */
@@ -61,10 +58,10 @@ export class SteerForm extends HTMLElement {
       const texts = { more: this.#more.value, less: this.#less.value };
       const edit = await steeringEdit(texts, this.#layer, STRENGTH, source);
       // for another model or prompt, the vector would be another one
-      if (source === this.#source) this.dispatchEvent(new CustomEvent("add", { detail: { edit } }));
+      if (source === this.#source) emit(this, "add", { edit });
     } catch (error) {
       if (isRefusal(error)) this.#message.show(messageOf(error), this.#form, this.#more);
-      else this.dispatchEvent(new CustomEvent("fail", { detail: { error } }));
+      else emit(this, "fail", { error });
     } finally {
       this.#isReading = false;
     }

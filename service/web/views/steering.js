@@ -1,6 +1,6 @@
 // Steering by two texts: the vector that tells them apart at a layer, as an edit.
 
-import { encode, postTensors } from "../api.js";
+import { encode, postPass } from "../api.js";
 import { placeName } from "../network/names.js";
 
 /**
@@ -24,7 +24,7 @@ export async function steeringEdit({ more, less }, layer, strength, { name, prom
   const stage = `blocks.${layer}.resid_post`;
   const lastRow = async (/** @type {Prompt} */ text) => {
     const body = { ...(name && { model: name }), prompt: text, stages: [stage], positions: [-1], dtype: "float32" };
-    return /** @type {Float32Array} */ ((await postTensors("/forward", body))[stage].values);
+    return /** @type {Float32Array} */ ((await postPass("/forward", body)).tensors[stage].values);
   };
   const [one, other, here] = await Promise.all([read(more), read(less), prompt].map(lastRow));
   const difference = one.map((number, index) => number - other[index]);

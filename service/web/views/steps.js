@@ -4,11 +4,12 @@ import { columnsOf, rangeOf, roleOf, stepsOf } from "../cache_steps.js";
 import { el, find, findAll, labelled } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import { dataTable } from "../draw/data_table.js";
+import { scrollRegion } from "../draw/tables.js";
 import { tablePicture } from "../draw/table_picture.js";
 import { bytes, count, number, percent, quoted, shown } from "../format.js";
 import { cached } from "../passes.js";
-import { term } from "../terms.js";
-import { View } from "../view.js";
+import { note } from "../terms.js";
+import { View, bodyOf } from "../view.js";
 
 /**
  * @import { GenerateAnswer, ModelConfig } from "../answers.js"
@@ -49,23 +50,16 @@ export default class Steps extends View {
   #slider = el("input", { type: "range", min: "0", step: "1" });
   #number = el("input", { type: "number", min: "1", class: "short" });
   #caption = el("p", { class: "faint" });
-  #picture = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Steps and positions" });
+  #picture = scrollRegion("Steps and positions");
   #figures = el("dl", { class: "cache-figures" });
   #predictions = el("div", { class: "step-predictions" });
   #table = dataTable(() => this.#tableOf(), "Show all steps as a table");
 
   build() {
-    const intro = el(
-      "p",
-      { class: "faint" },
-      term("prefill", "Prefill"),
-      " computes the prompt, usually in one step. Each ",
-      term("prefill", "decode"),
-      " step computes one token, and reads all earlier ones from the ",
-      term("kv_cache"),
-      ". The most likely token is always chosen (",
-      term("greedy"),
-      ").",
+    const intro = note(
+      "{prefill|Prefill} computes the prompt, usually in one step. Each {prefill|decode} step computes " +
+        "one token, and reads all earlier ones from the {kv_cache}. The most likely token is always chosen " +
+        "({greedy}).",
     );
     const controls = el(
       "div",
@@ -138,15 +132,15 @@ export default class Steps extends View {
   }
 
   /** @param {State} state */
-  #body({ model, prompt, tokens }) {
+  #body(state) {
+    const { tokens } = state;
     if (!/^-?\d+$/.test(tokens)) throw new Error(`tokens: “${tokens}” is not a whole number.`);
     // the service would echo the prompt
     if (Number(tokens) === 0) throw new Error("tokens: 0 generates nothing; choose at least 1.");
     const top_k = Math.min(NUM_PREDICTIONS, this.model.sizes.d_vocab);
     const trace = { stages: ["embed"], detail: "none", top_k };
     return {
-      ...(model ? { model } : {}),
-      prompt,
+      ...bodyOf(state),
       max_tokens: Number(tokens),
       temperature: 0,
       echo: true,
@@ -279,15 +273,7 @@ export default class Steps extends View {
     const { config, dtype, limits } = this.model;
     const ofToken = limits.cache_token_bytes;
     const ofNumber = ofToken / (2 * config.num_layers * config.num_kv_heads * config.d_head);
-    const window = config.window
-      ? [
-          [
-            "Sliding window",
-            `${config.windowed_layers ? "Some layers read" : "Each layer reads"} only the last ${config.window} ` +
-              "positions.",
-          ],
-        ]
-      : [];
+    const layers = config.windowed_layers ? "Some layers read" : "Each layer reads";
     const entries = [
       ["Computed", `${count(step.positions.length)} of ${count(step.stored)} positions`],
       ["Read from the cache", `${count(step.read)} positions`],
@@ -307,7 +293,7 @@ export default class Steps extends View {
           `heads${sharedBy(config)} × ${config.d_head} numbers × ${number(ofNumber).replace(/\.0+$/, "")} ` +
           `bytes${ofNumber === BYTES[dtype] ? ` (${dtype})` : ""} = ${count(ofToken)}`,
       ],
-      ...window,
+      ...(config.window ? [["Sliding window", `${layers} only the last ${config.window} positions.`]] : []),
     ];
     this.#figures.replaceChildren(...entries.flatMap(([name, says]) => [el("dt", {}, name), el("dd", {}, says)]));
   }

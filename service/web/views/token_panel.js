@@ -1,13 +1,13 @@
 // What else was likely at a place of the continuation, and how temperature, top-k and top-p change the distribution
 // there.
 
-import { postTensors } from "../api.js";
-import { el } from "../dom.js";
+import { postPass } from "../api.js";
+import { actionButton, el } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import { count, number, percent, quoted, shown } from "../format.js";
 import { SamplingControls, eachSetting } from "../sampling_controls.js";
 import { distribution } from "../softmax.js";
-import { term } from "../terms.js";
+import { withTerms } from "../terms.js";
 
 /**
  * @import { Logprob } from "../answers.js"
@@ -57,15 +57,7 @@ export class TokenPanel {
           "div",
           {},
           el("h4", {}, "What if: other settings for this token"),
-          el(
-            "p",
-            {},
-            "The page computes ",
-            term("softmax"),
-            " from the ",
-            term("logit", "logits"),
-            "; the text above stays.",
-          ),
+          el("p", {}, withTerms("The page computes {softmax} from the {logit|logits}; the text above stays.")),
           this.#sliders.element,
           this.#why,
           this.#said,
@@ -85,12 +77,9 @@ export class TokenPanel {
   async show(place, signal) {
     const key = JSON.stringify([place.model, place.ids]);
     if (this.#row.key !== key) {
-      const { logits } = await postTensors(
-        "/logits",
-        { ...(place.model && { model: place.model }), prompt: place.ids, positions: "last" },
-        signal,
-      );
-      this.#row = { key, logits: logits.values };
+      const body = { ...(place.model && { model: place.model }), prompt: place.ids, positions: "last" };
+      const { tensors } = await postPass("/logits", body, signal);
+      this.#row = { key, logits: tensors.logits.values };
     }
     this.#place = place;
     const { token, index } = place;
@@ -131,10 +120,6 @@ export class TokenPanel {
     this.#bars.replaceChildren(this.#table(logits, plain, changed));
   }
 
-  pictures() {
-    return [];
-  }
-
   /**
    * @param {Numbers} logits
    * @param {Float64Array} plain
@@ -169,17 +154,11 @@ export class TokenPanel {
 
   /** @param {Logprob} entry */
   #continueButton(entry) {
-    return el(
-      "button",
-      {
-        type: "button",
-        class: "small",
-        onclick: () => this.#onContinue(entry),
-        "aria-label": `Continue from this token instead: ${quoted(entry)}`,
-        title: `Continue from this token instead: ${quoted(entry)}`,
-      },
-      "Continue",
-    );
+    return actionButton("Continue", () => this.#onContinue(entry), {
+      class: "small",
+      "aria-label": `Continue from this token instead: ${quoted(entry)}`,
+      title: `Continue from this token instead: ${quoted(entry)}`,
+    });
   }
 }
 

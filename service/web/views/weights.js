@@ -2,7 +2,7 @@
 
 import { getJson } from "../api.js";
 import { architectureOf, isWorkedExample } from "../articles.js";
-import { el, labelled, select } from "../dom.js";
+import { actionButton, el, labelled, select } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import "../draw/heat_map.js";
 import { steadyScale } from "../draw/matrix_product.js";
@@ -12,12 +12,13 @@ import { readIndex } from "../indices.js";
 import "../network/cell_arithmetic.js";
 import { Pass } from "../network/pass.js";
 import { describe } from "../stages.js";
-import { View } from "../view.js";
+import { View, bodyOf } from "../view.js";
 import { isOther, readPosition } from "./positions.js";
 import { LOGITS, largest, meaningOf, productOf, wordOf } from "./token_product.js";
 
 /**
  * @import { Model, PositionedToken, WeightAnswer, WeightInfo } from "../answers.js"
+ * @import { Options } from "../dom.js"
  * @import { Explained } from "../network/arithmetic/explanation.js"
  * @import { ViewRequest, ViewState } from "../view.js"
  * @import { Product } from "./token_product.js"
@@ -115,7 +116,11 @@ export default class Weights extends View {
     const explained = product && cell !== null ? await product.explain(cell) : null;
     if (signal.aborted) return undefined;
     this.#outputs = columns;
-    this.#showTokens(pass.tokens, row);
+    this.#tokens.show(
+      "The token that is multiplied",
+      pass.tokens.map((each) => ({ token: each, share: 0, said: `position ${each.position}` })),
+    );
+    this.#tokens.mark(row);
     this.#showControls(infos, info, headDim ? { size: info.shape[0], head } : null, axes, product !== null);
     this.#choice.hidden = product === null && !rowsAreTokens(rows);
     this.#map.hidden = product !== null;
@@ -147,13 +152,13 @@ export default class Weights extends View {
    * @param {State} state
    * @param {AbortSignal} signal
    */
-  async #passOf({ model, prompt }, signal) {
+  async #passOf(state, signal) {
     const { service } = this.context;
-    const body = { ...(model && { model }), prompt };
+    const body = bodyOf(state);
     const key = JSON.stringify(body);
     const served = service.model;
     if (this.#kept?.key === key && this.#kept.served === served) return this.#kept.pass;
-    const pass = isWorkedExample(service, model)
+    const pass = isWorkedExample(service, state.model)
       ? await Pass.ofExample(body, signal)
       : await Pass.withoutNumbers(body, this.model, signal);
     this.#kept = { key, served, pass };
@@ -189,20 +194,6 @@ export default class Weights extends View {
   }
 
   /**
-   * @param {PositionedToken[]} tokens
-   * @param {number} row
-   */
-  #showTokens(tokens, row) {
-    const texts = JSON.stringify(tokens);
-    if (this.#tokens.dataset.tokens !== texts) {
-      this.#tokens.dataset.tokens = texts;
-      this.#tokens.reset("The token that is multiplied");
-      for (const token of tokens) this.#tokens.add({ token, share: 0, said: `position ${token.position}` });
-    }
-    this.#tokens.mark(row);
-  }
-
-  /**
    * @param {WeightInfo[]} infos
    * @param {WeightInfo} info
    * @param {{ size: number, head: number } | null} heads
@@ -217,39 +208,24 @@ export default class Weights extends View {
         const reset = name === "weight" ? { ...FIRST, position } : name === "column" ? { cell: "" } : {};
         return this.context.navigate({ ...reset, [name]: target.value });
       };
-    const layers = [...new Set(infos.map(({ name }) => layerOf(name)))];
     const ofLayer = infos.filter(({ name }) => layerOf(name) === layerOf(info.name));
     const within = (/** @type {string} */ name) => name.replace(/^blocks\.\d+\./, "");
     const inLayer = (/** @type {string} */ layer) => {
       const same = infos.find(({ name }) => layerOf(name) === layer && within(name) === within(info.name));
       return (same ?? infos.find(({ name }) => layerOf(name) === layer))?.name ?? "";
     };
-    const parts = [
-      labelled(
-        "Layer",
-        select(
-          { onchange: go("weight") },
-          layers.map((layer) => [inLayer(layer), layer]),
-          info.name,
-        ),
-      ),
-      labelled(
-        "Weight",
-        select(
-          { onchange: go("weight") },
-          ofLayer.map(({ name }) => [name, within(name)]),
-          info.name,
-        ),
-      ),
-    ];
-    if (heads)
-      parts.push(labelled("Head", select({ onchange: go("head") }, [...Array(heads.size).keys()], heads.head)));
+    /** @type {(label: string, name: string, options: Options, chosen: string | number) => HTMLElement} */
+    const choice = (label, name, options, chosen) => labelled(label, select({ onchange: go(name) }, options, chosen));
+    const layers = [...new Set(infos.map(({ name }) => layerOf(name)))].map((layer) => [inLayer(layer), layer]);
+    const names = ofLayer.map(({ name }) => [name, within(name)]);
+    const parts = [choice("Layer", "weight", layers, info.name), choice("Weight", "weight", names, info.name)];
+    if (heads) parts.push(choice("Head", "head", [...Array(heads.size).keys()], heads.head));
     const [ofRows, ofColumns] = isProduct ? ["Inputs", "Results"] : ["Rows", "Columns"];
     for (const [name, label, axis] of /** @type {[string, string, Axis][]} */ ([
       ["row", ofRows, rows],
       ["column", ofColumns, columns],
     ]))
-      if (axis.size > PART) parts.push(labelled(label, select({ onchange: go(name) }, partsOf(axis), axis.start)));
+      if (axis.size > PART) parts.push(choice(label, name, partsOf(axis), axis.start));
     this.#controls.replaceChildren(...parts);
   }
 
@@ -368,10 +344,7 @@ export default class Weights extends View {
       caption: at === LOGITS ? "The largest logits of the prompt's tokens" : `The largest numbers of the ${word}`,
       columns: [nameOf(outputs), word],
       rows: most.map((index) => ({
-        cells: [
-          el("button", { type: "button", class: "num", onclick: () => this.#choose(index) }, nameOfCell(index)),
-          number(results[index]),
-        ],
+        cells: [actionButton(nameOfCell(index), () => this.#choose(index), { class: "num" }), number(results[index])],
         shares: [results[index] / size],
         mark: index === cell,
       })),

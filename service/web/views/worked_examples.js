@@ -1,7 +1,8 @@
 // The view "Worked examples": the numbers that three articles print, beside those that the service computes.
 
 import { ARTICLES } from "../articles.js";
-import { el, find, findAll } from "../dom.js";
+import { actionButton, el, find, findAll } from "../dom.js";
+import { bodyRow, headRow, scrollRegion } from "../draw/tables.js";
 import { number } from "../format.js";
 import { cached } from "../passes.js";
 import { describe } from "../stages.js";
@@ -73,11 +74,7 @@ export default class WorkedExamples extends View {
           "div",
           { class: "long" },
           el("h3", {}, "Printed stages, in the order of computation"),
-          el(
-            "div",
-            { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of printed stages" },
-            this.#stages,
-          ),
+          scrollRegion("Table of printed stages", this.#stages),
         ),
         this.#slips,
       ),
@@ -101,7 +98,9 @@ export default class WorkedExamples extends View {
       prompt: prompt.text,
       detail: "values",
     });
-    const answers = await Promise.all(examples.map((each) => answerOf(bodyOf(each), signal)));
+    // their stages have nested lists of numbers, because the body asks for no encoding
+    const given = await Promise.all(examples.map((each) => cached("/forward", bodyOf(each), signal)));
+    const answers = /** @type {WorkedAnswer[]} */ (/** @type {unknown} */ (given));
     const [body, answer] = [bodyOf(example), answers[examples.indexOf(example)]];
     answers.forEach(({ worked_example: { slips } }, index) => {
       const said = find(this.#choice.children[index], ".num-wrong");
@@ -153,7 +152,10 @@ export default class WorkedExamples extends View {
       group = GROUPS.find(([pattern]) => pattern.test(entry.part))?.[1] ?? "";
       return group === before ? [rows] : [groupRow(group), rows];
     });
-    this.#stages.replaceChildren(headOf(["stage", "status", "largest difference", "look wrong"]), ...stages);
+    this.#stages.replaceChildren(
+      el("thead", {}, headRow(["stage", "status", "largest difference", "look wrong"])),
+      ...stages,
+    );
   }
 
   /**
@@ -181,11 +183,9 @@ export default class WorkedExamples extends View {
       differing.length === 0
         ? ""
         : ` ${following} of the ${differing.length} others differ only because of earlier numbers.`;
-    const show = el(
-      "button",
-      { type: "button", class: "small", onclick: () => this.#slips.focus() },
-      slips.length === 1 ? "Show it" : "Show them",
-    );
+    const show = actionButton(slips.length === 1 ? "Show it" : "Show them", () => this.#slips.focus(), {
+      class: "small",
+    });
     this.#about.replaceChildren(
       el("p", { class: "answer" }, el("strong", {}, `${lookWrong(slips.length)}.`), " ", slips.length > 0 ? show : ""),
       el(
@@ -224,21 +224,18 @@ export default class WorkedExamples extends View {
   #showResults(results, printed, place) {
     const probabilities = printed.find(({ name }) => name === "probabilities")?.published;
     const rows = results.map((result) =>
-      el(
-        "tr",
-        {},
-        el("th", { scope: "row" }, RESULTS[result.name] ?? result.name),
-        el("td", {}, result.published),
-        el("td", {}, result.computed),
-        el("td", {}, verdict(result.agrees, isPassedOn(result, probabilities, place))),
-      ),
+      bodyRow(RESULTS[result.name] ?? result.name, [
+        result.published,
+        result.computed,
+        verdict(result.agrees, isPassedOn(result, probabilities, place)),
+      ]),
     );
     this.#results.replaceChildren(
       el("h3", {}, "Results"),
       el(
         "table",
         { "aria-label": "Results" },
-        headOf(["result", "printed", "computed", "status"]),
+        el("thead", {}, headRow(["result", "printed", "computed", "status"])),
         el("tbody", {}, rows),
       ),
     );
@@ -257,14 +254,11 @@ export default class WorkedExamples extends View {
     const bodies = [...Map.groupBy(slips, (slip) => slip.stage)].map(([name, some]) => {
       const stage = printed.find((each) => each.name === name);
       const rows = some.map((slip) =>
-        el(
-          "tr",
-          {},
-          el("th", { scope: "row" }, stage ? placeOf(slip, stage, place) : ""),
-          el("td", {}, slip.printed.replace("-", "−")),
-          el("td", {}, number(slip.from_printed)),
-          el("td", {}, number(slip.allowed)),
-        ),
+        bodyRow(stage ? placeOf(slip, stage, place) : "", [
+          slip.printed.replace("-", "−"),
+          number(slip.from_printed),
+          number(slip.allowed),
+        ]),
       );
       const group = groupRow(describe(name, architecture).label, " ", el("code", {}, name));
       group.append(...rows);
@@ -273,36 +267,12 @@ export default class WorkedExamples extends View {
     const count =
       "These numbers do not follow from the numbers printed before them. Each difference is larger than rounding " +
       "explains.";
-    const table = el(
-      "div",
-      { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of numbers that look wrong" },
-      el("table", {}, headOf(["where", "printed", "should be", "rounding can change it by"]), bodies),
+    const table = scrollRegion(
+      "Table of numbers that look wrong",
+      el("table", {}, el("thead", {}, headRow(["where", "printed", "should be", "rounding can change it by"])), bodies),
     );
     return this.#slips.append(el("p", {}, count), table);
   }
-}
-
-/**
- * The answer for a worked example, whose stages have nested lists of numbers, because its body asks for no encoding.
- * @param {object} body
- * @param {AbortSignal} signal
- */
-async function answerOf(body, signal) {
-  const answer = await cached("/forward", body, signal);
-  return /** @type {WorkedAnswer} */ (/** @type {unknown} */ (answer));
-}
-
-/** @param {string[]} names */
-function headOf(names) {
-  return el(
-    "thead",
-    {},
-    el(
-      "tr",
-      {},
-      names.map((name) => el("th", { scope: "col" }, name)),
-    ),
-  );
 }
 
 /**

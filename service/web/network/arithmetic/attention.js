@@ -5,7 +5,7 @@ import { mixturePicture } from "../operations/mixture_picture.js";
 import { scorePicture } from "../operations/score_picture.js";
 import { softmaxPicture } from "../operations/softmax_picture.js";
 import { stripsPicture } from "../operations/strips_picture.js";
-import { numOf, said, siblingOf, slackOf, sumOfProducts, unitOf } from "./explanation.js";
+import { numOf, plain, said, siblingOf, slackOf, sumOfProducts, unitOf } from "./explanation.js";
 import { softmax } from "./softmax.js";
 
 /**
@@ -94,17 +94,11 @@ export const maskedScore = {
     const from = numOf(place, siblingOf(place, "attn.scores") ?? "", place.row, place.column);
     const isMasked = !Number.isFinite(place.served);
     const { tokens } = place.pass;
-    return {
-      sentence: isMasked
-        ? `${quoted(tokens[place.row])} must not look at ${quoted(tokens[place.within])}, so e^score will be 0`
-        : "not masked: the score stays as it is",
-      formula: isMasked ? ["−∞ in place of ", from] : ["= ", from],
-      columns: [],
-      terms: [],
-      rest: "",
-      computed: isMasked ? null : from.value,
-      slack: slackOf(place, Math.abs(from.value)),
-    };
+    const size = Math.abs(from.value);
+    if (!isMasked) return plain(place, "not masked: the score stays as it is", ["= ", from], from.value, size);
+    const [query, key] = [place.row, place.within].map((position) => quoted(tokens[position]));
+    const sentence = `${query} must not look at ${key}, so e^score will be 0`;
+    return plain(place, sentence, ["−∞ in place of ", from], null, size);
   },
   picture(place) {
     const { pass, row, head, within, stage, served } = place;

@@ -6,13 +6,13 @@ import { normPicture } from "../operations/norm_picture.js";
 import { rotationPicture } from "../operations/rotation_picture.js";
 import { softmaxPicture } from "../operations/softmax_picture.js";
 import { stripsPicture } from "../operations/strips_picture.js";
-import { numOf, said, siblingOf, slackOf, sumOf, unitOf } from "./explanation.js";
+import { numOf, plain, said, siblingOf, sumOf, unitOf } from "./explanation.js";
 import { softmax } from "./softmax.js";
 
 /**
  * @import { Architecture } from "../../answers.js"
  * @import { Pass, PassStage } from "../pass.js"
- * @import { Explanation, Formula, Kind, Num, Place } from "./explanation.js"
+ * @import { Formula, Kind, Num, Place } from "./explanation.js"
  */
 
 /** @param {Place} place @returns {string[]} the stages whose sum this one is */
@@ -333,10 +333,7 @@ export const activated = {
     const formula = factor
       ? [`${name}(`, from, ") × ", factor, " = ", { value: result }, " × ", factor, " = ", { value: computed }]
       : [`${name}(`, from, ") = ", { value: computed }];
-    return {
-      ...plain(place, "each number by itself", formula, computed, Math.abs(computed)),
-      slack: slackOf(place, Math.abs(from.value * (factor?.value ?? 1)), 2),
-    };
+    return plain(place, "each number by itself", formula, computed, Math.abs(from.value * (factor?.value ?? 1)), 2);
   },
   picture(place) {
     const [gate, up] = [siblingOf(place, "mlp.pre"), siblingOf(place, "mlp.pre_linear")];
@@ -384,17 +381,4 @@ function routed(place) {
  */
 function joined(nums, between) {
   return nums.flatMap((num, index) => (index > 0 ? [between, num] : [num]));
-}
-
-/**
- * An explanation without a table.
- * @param {Place} place
- * @param {string} sentence
- * @param {Formula} formula
- * @param {number} computed
- * @param {number} size
- * @returns {Explanation}
- */
-function plain(place, sentence, formula, computed, size) {
-  return { sentence, formula, columns: [], terms: [], rest: "", computed, slack: slackOf(place, size) };
 }

@@ -3,18 +3,7 @@
 import { describe } from "../../stages.js";
 import { head, maskedScore, pattern, score } from "./attention.js";
 import { activated, divisor, expertWeight, normalized, rotated, sum } from "./elementwise.js";
-import {
-  attentionOutput,
-  embedding,
-  gained,
-  key,
-  mlpOutput,
-  pre,
-  preLinear,
-  query,
-  router,
-  value,
-} from "./products.js";
+import { WEIGHTED, gained } from "./products.js";
 import { readWeight } from "../weights.js";
 
 /**
@@ -24,7 +13,7 @@ import { readWeight } from "../weights.js";
  * @typedef {{ name: string, row: number, column: number }} Cell of a stage
  */
 
-/** The arithmetic of each part of a network. @type {[RegExp, Kind][]} */
+/** The arithmetic of the parts of a network that are not in `WEIGHTED`. @type {[RegExp, Kind][]} */
 const KINDS = [
   [/^resid_/, sum],
   [/\.scale$/, divisor],
@@ -37,15 +26,6 @@ const KINDS = [
   [/^attn\.z$/, head],
   [/^mlp\.post$/, activated],
   [/^mlp\.expert_weights$/, expertWeight],
-  [/^embed$/, embedding],
-  [/^attn\.q$/, query],
-  [/^attn\.k$/, key],
-  [/^attn\.v$/, value],
-  [/^attn_out$/, attentionOutput],
-  [/^mlp\.pre$/, pre],
-  [/^mlp\.pre_linear$/, preLinear],
-  [/^mlp\.router_logits$/, router],
-  [/^mlp_out$/, mlpOutput],
 ];
 
 /**
@@ -58,7 +38,7 @@ const KINDS = [
  */
 export async function explain(pass, architecture, cell, signal) {
   const place = placeOf(pass, architecture, cell);
-  const kind = KINDS.find(([parts]) => parts.test(place.part))?.[1];
+  const kind = WEIGHTED[place.part] ?? KINDS.find(([parts]) => parts.test(place.part))?.[1];
   await pass.read([cell.name], [cell.row], signal);
   place.served = pass.row(cell.name, cell.row)?.[cell.column] ?? NaN;
   const { formula } = describe(cell.name, architecture);

@@ -99,6 +99,20 @@ export function sumOfProducts(products) {
   );
 }
 
+/**
+ * An explanation without a table of terms.
+ * @param {Place} place
+ * @param {string} sentence
+ * @param {Formula} formula
+ * @param {number | null} computed
+ * @param {number} size of the terms, for the rounding
+ * @param {number} [roundings] of numbers that the service rounds on the way and does not show
+ * @returns {Explanation}
+ */
+export function plain(place, sentence, formula, computed, size, roundings) {
+  return { sentence, formula, columns: [], terms: [], rest: "", computed, slack: slackOf(place, size, roundings) };
+}
+
 /** A number with four digits. @param {number} value */
 export function said(value) {
   const size = Math.abs(value);

@@ -3,7 +3,7 @@
 
 import { quoted } from "../../format.js";
 import { productPicture } from "../operations/product_picture.js";
-import { numOf, siblingOf, slackOf, sumOfProducts } from "./explanation.js";
+import { numOf, plain, siblingOf, slackOf, sumOfProducts } from "./explanation.js";
 
 /**
  * @import { Numbers } from "../../api.js"
@@ -110,28 +110,12 @@ function normed(kind, norm, scale) {
     explain(place) {
       const stage = after(place);
       if (!stage) return kind.explain(place);
-      return same(place, numOf(place, stage, place.row, place.column), scale(place));
+      const [from, factor] = [numOf(place, stage, place.row, place.column), scale(place)];
+      const computed = from.value * factor;
+      const formula = ["= ", from, ...(factor === 1 ? [] : [` × ${factor}`])];
+      return plain(place, "the result of the norm before it", formula, computed, Math.abs(computed), 1);
     },
     picture: (place) => (after(place) ? null : (kind.picture?.(place) ?? null)),
-  };
-}
-
-/**
- * @param {Place} place
- * @param {Num} from
- * @param {number} factor
- * @returns {Explanation}
- */
-function same(place, from, factor) {
-  const computed = from.value * factor;
-  return {
-    sentence: "the result of the norm before it",
-    formula: ["= ", from, ...(factor === 1 ? [] : [` × ${factor}`])],
-    columns: [],
-    terms: [],
-    rest: "",
-    computed,
-    slack: slackOf(place, Math.abs(computed), 1),
   };
 }
 
@@ -174,7 +158,7 @@ const projection = (letter) =>
     dim: "d_head",
     byHead: letter === "Q" ? "head" : "kv_head",
   });
-export const [query, key, value] = ["Q", "K", "V"].map(projection);
+const [query, key, value] = ["Q", "K", "V"].map(projection);
 
 const inBias =
   (/** @type {string} */ name) =>
@@ -182,14 +166,14 @@ const inBias =
     a.mlp_bias ? name : null;
 
 /** The input of the activation: of the gate, if there is one. */
-export const pre = product({
+const pre = product({
   input: mlpInput,
   weight: ({ architecture: a }) => (a.gated ? "mlp.W_gate" : "mlp.W_in"),
   bias: (place) => inBias(place.architecture.gated ? "mlp.b_gate" : "mlp.b_in")(place),
   dim: "d_mlp",
 });
-export const preLinear = product({ input: mlpInput, weight: () => "mlp.W_in", bias: inBias("mlp.b_in"), dim: "d_mlp" });
-export const router = product({ input: mlpInput, weight: () => "mlp.W_gate", bias: () => null, dim: "expert" });
+const preLinear = product({ input: mlpInput, weight: () => "mlp.W_in", bias: inBias("mlp.b_in"), dim: "d_mlp" });
+const router = product({ input: mlpInput, weight: () => "mlp.W_gate", bias: () => null, dim: "expert" });
 const residualScale = (/** @type {Where} */ { architecture: a }) => a.residual_scale;
 const heads = product({
   input: (place) => siblingOf(place, "attn.z") ?? "",
@@ -199,7 +183,6 @@ const heads = product({
   scale: residualScale,
   norm: "ln1_post",
 });
-export const attentionOutput = normed(heads, "ln1_post", residualScale);
 const neurons = product({
   input: (place) => siblingOf(place, "mlp.post") ?? "",
   weight: () => "mlp.W_out",
@@ -208,12 +191,6 @@ const neurons = product({
   scale: residualScale,
   norm: "ln2_post",
 });
-
-/** Of experts, only the sum is a stage. @type {Kind} */
-export const mlpOutput = {
-  ...normed(neurons, "ln2_post", residualScale),
-  isKnown: (place) => siblingOf(place, "mlp.post", "ln2_post.out") !== null,
-};
 
 /** Part of a block → the product that it is, before a norm. @type {Record<string, ProductKind>} */
 const PRODUCTS = {
@@ -261,40 +238,32 @@ export const gained = {
     const gain = gains.values[at];
     const shift = shifts?.values[at] ?? null;
     const computed = from.value * gain + (shift ?? 0);
-    return {
-      sentence: `normalized × gain${shift === null ? "" : " + bias"}`,
-      formula: [
-        from,
-        " × ",
-        { value: gain },
-        ...(shift === null ? [] : [" + ", { value: shift }]),
-        " = ",
-        { value: computed },
-      ],
-      columns: [],
-      terms: [],
-      rest: "",
-      computed,
-      slack: slackOf(place, Math.abs(computed), 1),
-    };
+    const sentence = `normalized × gain${shift === null ? "" : " + bias"}`;
+    const plus = shift === null ? [] : [" + ", { value: shift }];
+    const formula = [from, " × ", { value: gain }, ...plus, " = ", { value: computed }];
+    return plain(place, sentence, formula, computed, Math.abs(computed), 1);
   },
 };
 
 /** @type {Kind} */
-export const embedding = {
+const embedding = {
   needs: () => [],
   weights: ({ pass, row, column }) => [{ name: "embed.W_E", part: { d_vocab: pass.tokens[row].id, d_model: column } }],
   explain(place) {
-    const [{ values }] = place.weights;
+    const [weight] = place.weights[0].values;
     const token = place.pass.tokens[place.row];
-    return {
-      sentence: `row ${token.id} of the embedding table, that of ${quoted(token)}`,
-      formula: ["W_E = ", { value: values[0] }],
-      columns: [],
-      terms: [],
-      rest: "",
-      computed: values[0],
-      slack: slackOf(place, Math.abs(values[0])),
-    };
+    const sentence = `row ${token.id} of the embedding table, that of ${quoted(token)}`;
+    return plain(place, sentence, ["W_E = ", { value: weight }], weight, Math.abs(weight));
   },
+};
+
+/** Part of a network → the arithmetic of the stage that a weight gives. @type {Record<string, Kind | undefined>} */
+export const WEIGHTED = {
+  ...PRODUCTS,
+  attn_out: normed(heads, "ln1_post", residualScale),
+  mlp_out: {
+    ...normed(neurons, "ln2_post", residualScale),
+    isKnown: (place) => siblingOf(place, "mlp.post", "ln2_post.out") !== null, // of experts, only the sum is a stage
+  },
+  embed: embedding,
 };

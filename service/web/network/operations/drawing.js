@@ -2,7 +2,8 @@
 
 import { svg } from "../../dom.js";
 import { colour, css, textOn } from "../../draw/colours.js";
-import { brief, cut } from "../labels.js";
+import { cut } from "../../format.js";
+import { brief } from "../labels.js";
 import { sizeOf } from "../strips.js";
 import { said } from "../arithmetic/explanation.js";
 

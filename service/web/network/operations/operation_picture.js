@@ -1,6 +1,7 @@
 // <operation-picture>: how a number was computed, as a picture. Its parts appear in the order of the computation.
 
 import { svg } from "../../dom.js";
+import { DrawnElement } from "../../draw/drawn_element.js";
 
 /**
  * @typedef {{ height: number, parts: SVGElement[][] }} Drawn `parts`: from the inputs to the result
@@ -15,14 +16,12 @@ const STEP = 130; // milliseconds between two parts
  * with detail {text} while such an element is under the pointer or chosen with the arrow keys, and null afterwards;
  * "go" with {stage, row, column} for a click or Enter on it. With the attribute "still", the picture does not move.
  */
-export class OperationPicture extends HTMLElement {
+export class OperationPicture extends DrawnElement {
   #label;
   #draw;
   #width = 0;
   /** @type {SVGElement | null} */
   #pointed = null;
-  #redraw = () => this.#show();
-  #resized = new ResizeObserver(() => this.#room() !== this.#width && this.#show());
 
   /**
    * @param {string} label the operation in one sentence
@@ -43,22 +42,19 @@ export class OperationPicture extends HTMLElement {
     this.tabIndex = 0;
     this.setAttribute("role", "group");
     this.setAttribute("aria-label", "Picture of the operation. The arrow keys go along its numbers.");
-    addEventListener("themechange", this.#redraw);
-    this.#resized.observe(this);
-    this.#show();
+    super.connectedCallback();
     this.classList.add("is-new");
   }
 
-  disconnectedCallback() {
-    removeEventListener("themechange", this.#redraw);
-    this.#resized.disconnect();
+  resized() {
+    if (this.#room() !== this.#width) this.redraw();
   }
 
   #room() {
     return Math.min(MOST_WIDTH, Math.floor(this.clientWidth) || 400);
   }
 
-  #show() {
+  redraw() {
     if (this.#width > 0) this.classList.remove("is-new");
     this.#width = this.#room();
     const { height, parts } = this.#draw(this.#width);

@@ -56,9 +56,10 @@ export function softmaxPicture(numbers, chosen, { from, to, isRanked = false }) 
       return {
         before: [
           text(names, y + 9, entry.name, { anchor: "end", kind: isChosen ? "result" : "", room: names }),
-          isMasked
-            ? text(values, y + 9, "−∞", { anchor: "end", kind: "faint" })
-            : text(values, y + 9, said(entry.num.value), { anchor: "end", kind: isChosen ? "result" : "" }),
+          text(values, y + 9, isMasked ? "−∞" : said(entry.num.value), {
+            anchor: "end",
+            kind: isMasked ? "faint" : isChosen ? "result" : "",
+          }),
           isMasked
             ? svg("rect", { x: scores, y, width: room, height: BAR, class: "masked" })
             : svg("rect", {
