@@ -27,6 +27,8 @@ from tests.service.test_forward import AS_SAFETENSORS, DTYPES
 
 PROMPT = [257, 69, 270, 273, 264]
 BODY: dict[str, Any] = {"prompt": PROMPT, "seed": 3, "max_tokens": 12, "ignore_eos": True}
+# Stages of requests.
+WITH_HEADS, WITHOUT_HEADS = [["*.pattern"], ["blocks.0.*", "logits"]], [["embed"], ["loss"], ["*.scale"]]
 
 
 def plan_of(body: ForwardRequest, state: State, as_safetensors: bool) -> ForwardPlan:
@@ -67,15 +69,14 @@ class TestForward:
             return st.none() | st.lists(st.integers(0, size - 1), min_size=1, unique=True)
 
         as_safetensors = data.draw(st.booleans())
+        stages = data.draw(st.sampled_from([["*"], *WITH_HEADS, *WITHOUT_HEADS]))
         body = ForwardRequest(
             prompt=prompt,
             model=None if worked is None else worked.name,
-            stages=data.draw(
-                st.sampled_from([["*"], ["*.pattern"], ["embed"], ["loss"], ["*.scale"], ["blocks.0.*", "logits"]])
-            ),
+            stages=stages,
             detail=data.draw(st.sampled_from(["none", "summary", "values"])),
             positions=data.draw(some(len(prompt))),
-            heads=data.draw(some(num_heads)),
+            heads=None if stages in WITHOUT_HEADS else data.draw(some(num_heads)),
             top_k=data.draw(st.none() | st.integers(0, vocab_size)),
             dtype=data.draw(st.sampled_from([None, *DTYPES])),
             encoding="json" if as_safetensors else data.draw(st.sampled_from(["json", "base64"])),
@@ -211,16 +212,16 @@ class TestTracedGeneration:
             "echo": data.draw(st.booleans()),
             "logprobs": data.draw(st.none() | st.integers(0, 20)),
         }
+        stages, logit_lens = data.draw(st.sampled_from([None, *WITH_HEADS, *WITHOUT_HEADS])), data.draw(st.booleans())
+        has_heads = stages in WITH_HEADS or (stages is None and not logit_lens)
         trace: dict[str, Any] = {
-            "stages": data.draw(
-                st.sampled_from([None, ["*.pattern"], ["embed"], ["loss"], ["*.scale"], ["blocks.0.*", "logits"]])
-            ),
+            "stages": stages,
             "detail": data.draw(st.sampled_from(["none", "summary", "values", "values"])),
             "positions": data.draw(some(num_prompt + max_tokens - 1)),
-            "heads": data.draw(some(6)),
+            "heads": data.draw(some(6)) if has_heads else None,
             "top_k": data.draw(st.none() | st.integers(0, 20) | st.just(VOCAB_SIZE)),
             "encoding": data.draw(st.sampled_from(["json", "base64"])),
-            "logit_lens": data.draw(st.booleans()),
+            "logit_lens": logit_lens,
         }
         if data.draw(st.booleans()) or body["logprobs"] is None:  # answers of text and ids alone have no estimate
             body["trace"] = trace
