@@ -113,7 +113,7 @@ def check_selected_heads(
     try:
         check_heads(heads, stages)
     except InvalidField as error:
-        raise invalid(param, error.reason) from None
+        raise invalid_field(error, param) from None
 
 
 def find_positions(

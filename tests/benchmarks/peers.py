@@ -211,9 +211,7 @@ def main() -> None:
     parser.add_argument("--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
     parser.add_argument("--skip-prefill", action="store_true", help="do not measure prompts alone")
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="measure the perplexity of these texts")
-    parser.add_argument(
-        "--second-model", type=Path, help="GGUF file whose perplexity is measured, too, as off the grid"
-    )
+    parser.add_argument("--second-model", type=Path, help="GGUF file whose perplexity is measured, too")
     parser.add_argument("--text-bytes", type=int, default=60_000, help="how many bytes of the text are used")
     parser.add_argument("--window", type=int, default=1024, help="tokens of one window of the text")
     arguments = parser.parse_args()

@@ -185,3 +185,16 @@ def test_the_metrics_count_every_pass_of_a_list(start: Start, tiny_directory: Pa
     assert service.metric("prompt_tokens_total") == sum(map(len, IDS))
     assert service.metric("trace_seconds_count") == len(IDS)
     assert service.metric("trace_bytes_total") == len(response.content)
+
+
+def test_more_sequences_than_a_request_may_have_are_refused_with_their_number(tiny: Running) -> None:
+    settings = tiny.state.settings
+    limit = settings.max_num_seqs + settings.max_waiting_requests
+    for fields, number in (
+        ({}, f"{limit + 1} prompts are"),
+        ({"n": 2}, f"{limit + 1} prompts with 2 choices each are"),
+    ):
+        body = {"prompt": [[1]] * (limit + 1), "max_tokens": 1, **fields}
+        error = tiny.post("/v1/completions", body).json()["error"]
+        assert error["param"] == "prompt"
+        assert f"prompt: {number} more than the {limit} sequences" in error["message"]
