@@ -9,6 +9,8 @@ from tests.benchmarks.peer_catalog import SCENARIOS, Peer
 from tests.benchmarks.peer_servers import PREFILLS
 
 NUM_AGREE = 16
+TIMES = {"ttft_p50_ms": "TTFT", "itl_p99_ms": "ITL p99"}  # of a scenario, in milliseconds
+WITH_PROMPTS = ("S3", "S4")  # the scenarios whose times are in the table
 
 
 def summary(rounds: list[dict[str, Any]], *path: str) -> dict[str, float] | None:
@@ -33,7 +35,7 @@ def figures(peer: Peer, shape: Shape, rounds: list[dict[str, Any]], machine: dic
             found[name] = {
                 **speed,
                 "share": speed["median"] / limit,
-                "ttft_p50_ms": summary(rounds, name, "ttft_p50_ms"),
+                **{time: summary(rounds, name, time) for time in TIMES},
             }
     for num_in in PREFILLS:
         if (speed := summary(rounds, "prefill", str(num_in))) is not None:
@@ -46,12 +48,13 @@ def row(name: str, found: dict[str, Any], scenarios: list[str], texts: list[str]
     def cell(value: dict[str, Any] | None) -> str:
         return f"{value['median']:.0f} ({value['min']:.0f}-{value['max']:.0f}) {value['share']:.0%}" if value else "-"
 
-    ttft = [f"{found['S3']['ttft_p50_ms']['median']:.0f}"] if "S3" in scenarios else []
+    timed = [found.get(scenario, {}) for scenario in WITH_PROMPTS if scenario in scenarios]
+    times = [f"{each[time]['median']:.0f}" if each else "-" for each in timed for time in TIMES]
     speeds = [cell(found.get(key)) for key in (*scenarios, *(f"prefill_{num_in}" for num_in in PREFILLS))]
     agrees = "-" if found["agrees"] is None else f"{found['agrees']['min']:.0f} of {NUM_AGREE}"
     perplexities = (found.get("perplexity", {}).get(text) for text in texts)
     own = [f"{each['value']:.3f} {each['increase']:+.2%}" if each else "-" for each in perplexities]
-    return [name, f"{found['ready_seconds']['median']:.1f}", agrees, *speeds, *ttft, *own]
+    return [name, f"{found['ready_seconds']['median']:.1f}", agrees, *speeds, *times, *own]
 
 
 def write_table(rows: list[list[str]]) -> None:

@@ -57,7 +57,7 @@ from tests.benchmarks.machine_limits import Shape, cpu_model, measure_machine
 from tests.benchmarks.peer_bench import Bench, Installed
 from tests.benchmarks.peer_catalog import PEERS, SCENARIOS, MissingError, Peer, reference_of
 from tests.benchmarks.peer_formats import write_dummy_tokenizer, write_windows
-from tests.benchmarks.peer_report import NUM_AGREE, figures, row, write_table
+from tests.benchmarks.peer_report import NUM_AGREE, TIMES, WITH_PROMPTS, figures, row, write_table
 from tests.benchmarks.peer_servers import PREFILLS
 from tests.benchmarks.serve import end_as_a_whole, write_random_checkpoint
 
@@ -101,7 +101,7 @@ def measure(bench: Bench, running: Running, scenario: str) -> dict[str, float]:
     count, num_in, num_out = SCENARIOS[scenario]
     bench.drive(running.peer, running.port, [bench.prompts.body(num_in, WARM_UP) for _ in range(count)])
     timed = bench.drive(running.peer, running.port, [bench.prompts.body(num_in, num_out) for _ in range(count)])
-    return {what: summarize(timed)[what] for what in ("tokens_per_second", "ttft_p50_ms")}
+    return {what: summarize(timed)[what] for what in ("tokens_per_second", *TIMES)}
 
 
 def measure_all(
@@ -265,7 +265,7 @@ def report(
     missing: dict[str, str],
 ) -> None:
     speeds = [*arguments.scenarios, *(f"prefill {num_in}" for num_in in PREFILLS)]
-    times = ["S3 TTFT ms"] if "S3" in arguments.scenarios else []
+    times = [f"{each} {name} ms" for each in WITH_PROMPTS if each in arguments.scenarios for name in TIMES.values()]
     texts = [text.stem for text in arguments.text] + ["second model"] * (arguments.second_model is not None)
     rows = [["tokens/s", "start s", "agrees", *speeds, *times, *texts]]
     write_table(rows + [row(name, found, arguments.scenarios, texts) for name, found in peers.items()])
