@@ -56,13 +56,12 @@ class Ours:
 
     def __init__(self, model: str, variant: str, threads: int, options: Sequence[str]) -> None:
         import torch
-        from pydantic_settings import CliApp
 
+        from service.commands.options import read_settings
         from service.loading import build_engine, load_model
-        from service.settings import Settings
 
         torch.set_num_threads(threads)
-        settings = CliApp.run(Settings, cli_args=["--model", model, "--threads", str(threads), *options])
+        settings = read_settings(["--model", model, "--threads", str(threads), *options])
         checkpoint = load_model(settings)
         assert checkpoint is not None
         self.config = checkpoint.model.config

@@ -44,6 +44,8 @@ NEON_BF16 = InstructionLevel(
 # ARM's features: the entry of Linux's auxiliary vector (AT_HWCAP or AT_HWCAP2) that has them, and their bit there.
 ARM_FEATURES = {"asimd": (16, 1), "asimddp": (16, 20), "i8mm": (26, 13), "bf16": (26, 14)}
 FEATURES_OF_ALL_MACS = frozenset(("asimd", "asimddp"))  # with this architecture
+# Its CPUs multiply pairs of bfloat16 numbers at a quarter of the rate of float32 numbers (docs/experiments.md).
+VENDOR_WITH_SLOW_PAIRS = "GenuineIntel"
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,15 @@ LEVELS = () if _THIS is None else _THIS.levels  # those of this machine
 
 
 def chosen_level() -> InstructionLevel | None:
-    """The best level of this CPU, or else the one that the environment variable names; None if the CPU has none.
+    """The fastest level of this CPU, or else the one that the environment variable names; None if the CPU has none.
 
     Raises `ValueError` if the variable names no level, or one that the CPU does not have.
     """
     available = [level for level in LEVELS if level.cpu_features <= cpu_features()]
     wanted = os.environ.get(VARIABLE)
     if not wanted:
+        if available[-1:] == [AVX512_BF16] and _cpu_info("vendor_id") == VENDOR_WITH_SLOW_PAIRS:
+            return AVX512_VNNI
         return available[-1] if available else None
     for level in available:
         if level.name == wanted:
@@ -107,12 +111,16 @@ def cpu_features() -> frozenset[str]:
         read = ctypes.CDLL(None).getauxval
         read.argtypes, read.restype = [ctypes.c_ulong], ctypes.c_ulong
         return frozenset(name for name, (entry, bit) in ARM_FEATURES.items() if read(entry) >> bit & 1)
+    return frozenset(_cpu_info("flags").split())
+
+
+def _cpu_info(name: str) -> str:
+    """What Linux says of the first processor; empty if it says nothing."""
     try:
         lines = CPU_INFO.read_text().splitlines()
     except OSError:
-        return frozenset()
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    return frozenset(flags.partition(":")[2].split())
+        return ""
+    return next((line for line in lines if line.startswith(name)), "").partition(":")[2].strip()
 
 
 def _is_set(name: str) -> bool:

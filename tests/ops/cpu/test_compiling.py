@@ -305,8 +305,11 @@ class TestInstructionLevels:
         instruction_levels.cpu_features.cache_clear()
 
     @staticmethod
-    def emulate_cpu(features: Iterable[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: fpu sse2 {' '.join(features)}\n")
+    def emulate_cpu(
+        features: Iterable[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vendor: str = "AuthenticAMD"
+    ) -> None:
+        processor = f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: fpu sse2 {' '.join(features)}\n"
+        (tmp_path / "cpuinfo").write_text(processor)
         monkeypatch.setattr(instruction_levels, "CPU_INFO", tmp_path / "cpuinfo")
 
     @pytest.mark.parametrize("level", instruction_levels.LEVELS, ids=lambda level: level.name)
@@ -351,6 +354,16 @@ class TestInstructionLevels:
             monkeypatch.setenv(instruction_levels.VARIABLE, wrong)
             with pytest.raises(ValueError, match=f"'{wrong}', but this CPU has the levels: avx2, avx512, avx512-vnni"):
                 instruction_levels.chosen_level()
+
+    @pytest.mark.parametrize("level", instruction_levels.LEVELS, ids=lambda level: level.name)
+    def test_intel_cpus_multiply_pairs_of_bfloat16_only_if_a_variable_says_so(
+        self, level: instruction_levels.InstructionLevel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.emulate_cpu(level.cpu_features, tmp_path, monkeypatch, vendor="GenuineIntel")
+        pairs, vnni = instruction_levels.AVX512_BF16, instruction_levels.AVX512_VNNI
+        assert instruction_levels.chosen_level() == (vnni if level == pairs else level)
+        monkeypatch.setenv(instruction_levels.VARIABLE, level.name)
+        assert instruction_levels.chosen_level() == level
 
     def test_a_cpu_without_avx2_has_no_level(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.emulate_cpu(["avx"], tmp_path, monkeypatch)
