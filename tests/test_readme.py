@@ -190,7 +190,7 @@ def test_every_python_example_prints_what_the_page_shows(
 
 def assert_alike(printed: str, shown: str) -> None:
     """The same words and integers. Other numbers may differ a little, since CPUs round bfloat16 differently."""
-    number = r"-?\d+\.\d+|(?<=perplexity: )\d+"
+    number = r" *-?\d+\.\d+|(?<=perplexity: )\d+"
     assert re.sub(number, "0", printed) == re.sub(number, "0", shown), printed
     for found, expected in zip(re.findall(number, printed), re.findall(number, shown), strict=True):
         assert float(found) == pytest.approx(float(expected), abs=0.03, rel=0.05), printed

@@ -193,17 +193,27 @@ class ChatCompletionChunk(Head, kw_only=True):
 
 
 class OpenAIModel(Record, kw_only=True):
+    """The fields of OpenAI's and vLLM's APIs, then those of Anthropic's."""
+
     id: str
     object: Literal["model"] = "model"
     created: Annotated[int, Doc("the start of the service, in seconds since 1970")]
     owned_by: str
     max_model_len: int
     parent: Annotated[str | None, Doc("of an adapter: the served model, which the adapter changes")]
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: Annotated[str, Doc("`created` as a time of RFC 3339")]
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
 
 
 class OpenAIModels(Record, kw_only=True):
     object: Literal["list"] = "list"
     data: Sequence[OpenAIModel]
+    first_id: str
+    last_id: str
+    has_more: bool
 
 
 class TokenizerInfo(Record, kw_only=True):

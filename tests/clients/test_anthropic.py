@@ -47,6 +47,16 @@ def test_the_events_of_a_stream_make_the_whole_answer(client: Any) -> None:
     assert counted.input_tokens == total
 
 
+def test_the_list_of_models_has_the_fields_of_this_api(client: Any) -> None:
+    page = client.models.list()
+    assert [model.id for model in page] == [MODEL]
+    assert (page.first_id, page.last_id, page.has_more) == (MODEL, MODEL, False)
+    model = client.models.retrieve(MODEL)
+    assert (model.type, model.display_name, model.lifecycle) == ("model", MODEL, "active")
+    assert model.created_at.utcoffset().total_seconds() == 0
+    assert model.max_input_tokens > 0
+
+
 def test_a_session_with_tools_goes_on_after_their_results(client: Any) -> None:
     messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
     fields = {"model": MODEL, "tools": [WEATHER], "max_tokens": 120, "extra_body": GREEDY}

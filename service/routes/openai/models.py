@@ -1,4 +1,6 @@
-"""GET /v1/models, GET /v1/models/{model} and GET /tokenizer_info: what is served, as OpenAI and vLLM show it."""
+"""GET /v1/models, /v1/models/{model} and /tokenizer_info: the served model, as OpenAI, Anthropic and vLLM show it."""
+
+from datetime import UTC, datetime
 
 from fastapi import APIRouter, Response
 
@@ -12,10 +14,14 @@ from service.state import CheckpointDep, State, StateDep, check_model
 router = APIRouter(tags=["openai"], responses=error_answers(503))
 
 
-@router.get("/v1/models", summary="The served model and its adapters, in OpenAI's form", response_model=OpenAIModels)
+@router.get(
+    "/v1/models",
+    summary="The served model and its adapters, in OpenAI's and Anthropic's form",
+    response_model=OpenAIModels,
+)
 async def models(state: StateDep, checkpoint: CheckpointDep) -> Response:
     found = [describe(state, checkpoint, name) for name in (checkpoint.name, *checkpoint.adapters)]
-    return json_response(OpenAIModels(data=found))
+    return json_response(OpenAIModels(data=found, first_id=found[0].id, last_id=found[-1].id, has_more=False))
 
 
 @router.get(
@@ -40,6 +46,9 @@ def describe(state: State, checkpoint: Checkpoint, name: str) -> OpenAIModel:
         owned_by="forwardscope",
         max_model_len=limit,
         parent=None if name == checkpoint.name else checkpoint.name,
+        display_name=name,
+        created_at=datetime.fromtimestamp(int(state.began), UTC).isoformat(),
+        max_input_tokens=limit,
     )
 
 
