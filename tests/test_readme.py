@@ -198,7 +198,7 @@ def assert_alike(printed: str, shown: str, tolerance: dict[str, float] = ROUNDED
     number = r"-?\d+\.\d+|(?<=perplexity: )\d+"
     assert re.sub(number, "0", printed) == re.sub(number, "0", shown), printed
     for found, expected in zip(re.findall(number, printed), re.findall(number, shown), strict=True):
-        assert float(found) == pytest.approx(float(expected), **tolerance), printed
+        assert float(found) == pytest.approx(float(expected), abs=tolerance["abs"], rel=tolerance["rel"]), printed
 
 
 def test_the_quick_start_streams_what_the_readme_shows(bundled: Running, tmp_path: Path) -> None:
