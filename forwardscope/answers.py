@@ -1,13 +1,13 @@
 """Parse the bytes of answers, and the events of streams, to results. Their types describe all but the arrays."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 from forwardscope.reading import Result, read
 from forwardscope.results.attributions import AnyAttribution, Attribution, SweepCell, SweepCells, method_of
 from forwardscope.results.chats import ChatAnswer, ChatEvent
-from forwardscope.results.generations import FinishEvent, StreamEvent, TokenEvent, Usage
+from forwardscope.results.generations import FinishEvent, Generation, StreamEvent, TokenEvent, Usage
 from forwardscope.results.passes import AppliedEdit, LogitRows, Logits, Trace
 from forwardscope.results.weights import Weight
 from forwardscope.tensor_files import NumpyArray
@@ -27,12 +27,12 @@ def parser(kind: type[Result], take: Callable[[Result], Any] = lambda found: fou
     return lambda content: take(read(kind, json.loads(content)))
 
 
-def trace(arrays: dict[str, NumpyArray], answer: Json, positions: Sequence[int] | None) -> Trace[NumpyArray]:
-    """The trace of a safetensors answer, whose arrays are not in its JSON."""
+def trace(arrays: dict[str, NumpyArray], answer: Json, body: Json) -> Trace[NumpyArray]:
+    """The trace of a safetensors answer, whose arrays are not in its JSON, for the body of its request."""
     for beginning, found in passes(answer):
         for stage in found["stages"]:
             stage["values"] = arrays.get(beginning + stage["name"])
-    return read(Trace, answer).at(positions)
+    return read(Trace, answer).at(body.get("positions"), body.get("heads"))
 
 
 def logits(arrays: dict[str, NumpyArray], answer: Json) -> Logits[NumpyArray]:
@@ -52,18 +52,31 @@ def passes(answer: Json) -> list[tuple[str, Json]]:
     return [("", answer), *([] if plain is None else [(BASELINE, plain)])]
 
 
-def attribution(content: bytes) -> Attribution[NumpyArray]:
+def attribution(content: bytes, body: Json) -> Attribution[NumpyArray]:
     answer = json.loads(content)
-    return read(METHODS[answer["method"]], answer)
+    found: Attribution[NumpyArray] = read(METHODS[answer["method"]], answer)
+    return found.at(body.get("positions"), body.get("heads"))
 
 
-def sweep_cells(answer: Json) -> list[SweepCell]:
+def generation(content: bytes, body: Json) -> Generation[NumpyArray]:
+    found = read(Generation, json.loads(content))
+    for step in (step for choice in (found, *found.choices) for step in choice.trace or ()):
+        step.at(None, body["trace"].get("heads"))
+    return found
+
+
+def sweep_cells(answer: Json, body: Json) -> list[SweepCell]:
     """The cells of an event; none for the first and the last event of a sweep."""
     return list(read(SweepCells, answer).cells) if "cells" in answer else []
 
 
-def stream_events(answer: Json) -> list[StreamEvent]:
-    return [read(FinishEvent, answer) if "finish_reason" in answer else read(TokenEvent, answer)]
+def stream_events(answer: Json, body: Json) -> list[StreamEvent]:
+    if "finish_reason" in answer:
+        return [read(FinishEvent, answer)]
+    event = read(TokenEvent, answer)
+    if event.trace is not None:
+        event.trace.at(None, body["trace"].get("heads"))
+    return [event]
 
 
 # POST /v1/chat/completions
@@ -85,7 +98,7 @@ def chat_answer(content: bytes) -> ChatAnswer:
     )
 
 
-def chat_events(answer: Json) -> list[ChatEvent]:
+def chat_events(answer: Json, body: Json) -> list[ChatEvent]:
     """The change of each choice. A chunk without choices has only the usage."""
     return [
         ChatEvent(

@@ -5,6 +5,7 @@ direction becomes a vector of edits, in a call or in a file for `--vectors`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -73,9 +74,10 @@ def read_rows(
     `model` is a model of `load` or a `Client`. The default is the last position.
     """
     rows: dict[str, list[Vector]] = {}
+    has_logits = any(fnmatchcase("logits", glob) for glob in to_texts(stages, "stages"))  # a trace of `load` always has
     for text in to_texts(texts, "texts"):
         trace = model.run(text, stages, positions=None if position == "mean" else [position], top_k=0)
-        for name in (each for each in trace if each != "logits"):  # `load` always has them
+        for name in (each for each in trace if each != "logits" or has_logits):
             if trace.dims(name)[:2] != ("batch", "position"):
                 raise InvalidArgument("stages", f"{name} has no row for each position")
             rows.setdefault(name, []).append(to_floats(trace[name])[0].mean(0).astype(np.float32))
@@ -125,12 +127,20 @@ def linear_probe(rows: Rows, targets: Any, *, groups: Any = None, regularization
 def _probe(rows: Rows, targets: NDArray[Any], groups: Any, probe: Any, scoring: str) -> Directions:
     preprocessing, pipeline, selection = (_sklearn(each) for each in ("preprocessing", "pipeline", "model_selection"))
     scores: list[float] = []
+    counts = np.bincount(targets) if scoring == "accuracy" else [len(targets)]  # of the rows of each kind
+    if groups is None and (max(counts) < NUM_FOLDS or min(counts) < 2):
+        reason = f"a probe is scored in {NUM_FOLDS} parts; give at least {NUM_FOLDS} of each kind"
+        raise InvalidArgument("rows", f"has {' and '.join(map(str, counts))} rows of a kind, but {reason}")
     folds: Any = selection.KFold(NUM_FOLDS, shuffle=True, random_state=0)
     if groups is not None:
         folds = selection.GroupKFold(NUM_FOLDS)
         groups = np.asarray(groups)
         if len(groups) != len(targets):
             raise InvalidArgument("groups", f"has {len(groups)} entries for {len(targets)} rows")
+        num_groups = len(np.unique(groups))
+        if num_groups < NUM_FOLDS:
+            reason = f"a probe is scored in {NUM_FOLDS} parts; give rows of at least {NUM_FOLDS} groups"
+            raise InvalidArgument("groups", f"has {num_groups} different groups, but {reason}")
     elif scoring == "accuracy":
         folds = selection.StratifiedKFold(NUM_FOLDS, shuffle=True, random_state=0)
 
@@ -163,6 +173,8 @@ def _fit(rows: Rows, targets: NDArray[Any], fit: Callable[[Floats, NDArray[Any]]
 
 def _first_component(values: Floats, own: NDArray[Any]) -> Floats:
     differences = values[own] - values[~own]
+    if (differences == differences[0]).all():
+        raise InvalidArgument("rows", "has pairs with one difference only, which has no components; give more pairs")
     direction: Floats = np.linalg.svd(differences - differences.mean(0), full_matrices=False)[2][0]
     along = differences @ direction
     return -direction if (along < 0).sum() > (along > 0).sum() else direction
@@ -179,8 +191,8 @@ def _to_classes(labels: Any) -> NDArray[np.bool_]:
 
 
 def to_floats(array: Any) -> Floats:
-    """Numbers of a list, an array or a tensor of any dtype."""
-    return np.asarray(array.double() if hasattr(array, "double") else array, np.float64)
+    """Numbers of a list, an array or a tensor of any dtype, on any device."""
+    return np.asarray(array.detach().cpu().double() if hasattr(array, "detach") else array, np.float64)
 
 
 def _sklearn(module: str) -> Any:

@@ -11,6 +11,7 @@ from forwardscope.errors import InvalidArgument
 from forwardscope.tensor_files import NumpyArray, write_safetensors
 
 DTYPES = ("float64", "float32", "float16")
+NUMBERS = ("value", "scale", "factor", "coeff", "min", "max", "std", "seed", "above")
 
 
 def to_edits(edits: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -47,12 +48,20 @@ def to_edit(edit: Mapping[str, Any], field: str) -> dict[str, Any]:
         raise InvalidArgument(f"{field}.vector", reason)
     for name in ("vector", "subspace"):
         body[name] = to_vector(body.get(name), f"{field}.{name}")
-    for name in ("value", "scale", "factor", "coeff", "min", "max", "std", "above"):
-        if hasattr(body.get(name), "item"):  # a number of numpy or PyTorch
-            body[name] = body[name].item()
-    if hasattr(body.get("seed"), "item"):
-        body["seed"] = to_integer(body["seed"], f"{field}.seed", "give a whole number")
-    return {name: value for name, value in body.items() if value is not None}
+    return {name: value for name, value in with_numbers(body).items() if value is not None}
+
+
+def with_numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an edit or of a condition, with numbers of Python in place of those of numpy and PyTorch."""
+    return {name: to_number(value) if name in NUMBERS else value for name, value in fields.items()}
+
+
+def to_number(value: Any) -> Any:
+    """A number of numpy or PyTorch as one of Python; other values, such as arrays of several numbers, as they are."""
+    try:
+        return value.item()
+    except (AttributeError, ValueError, RuntimeError):
+        return value
 
 
 def to_positions(positions: Any, name: str) -> Any:

@@ -359,7 +359,7 @@ class LocalModel(Batches):
         is_alone = bool(edits) or PromptPass(adapted, ids).transformer is None  # edits may need passes of their own
         cost = MAX_COST if is_alone else num_runs * cost_of(len(ids), len(selection.stages))
         with own_errors(own_hooks):
-            return self._compute_traces(TraceJob(cost, make_passes, describe)).at(selection.positions)
+            return self._compute_traces(TraceJob(cost, make_passes, describe)).at(selection.positions, selection.heads)
 
     def _describe(self, found: PassTrace, rows: Sequence[int], top_k: int) -> dict[str, Any]:
         """The fields of a `Pass`."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from forwardscope.arguments import to_indices, to_list
-from forwardscope.edits import to_positions
+from forwardscope.edits import to_positions, with_numbers
 from forwardscope.local_results import describe_edits
 from forwardscope.results.passes import AppliedEdit
 from model.analysis.edit_sources import Network, compute_sources
@@ -77,11 +77,11 @@ def read_condition(when: Any, field: str) -> EditCondition:
 
 
 def known_fields(given: Mapping[str, Any], known: Sequence[str], field: str, what: str) -> dict[str, Any]:
-    """The fields that are not None. Raises `InvalidField` for one that is not known."""
+    """The fields that are not None, with numbers of Python. Raises `InvalidField` for one that is not known."""
     for name in given:
         if name not in known:
             raise InvalidField(f"{field}.{name}", f"is not a field of {what}; known are {', '.join(known)}")
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in with_numbers(given).items() if value is not None}
 
 
 def read_positions(positions: Any, name: str) -> Any:

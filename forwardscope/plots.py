@@ -7,7 +7,7 @@ sweep. A notebook shows a picture, and `savefig` writes it to a file.
 import io
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,15 +140,22 @@ def draw_sweep(result: Any) -> Picture:
 
 def labels_of(result: Any, dim: str, size: int) -> list[str]:
     """The labels of an axis: tokens for positions, and numbers for others."""
-    if dim in ("position", "query", "key"):
-        all_positions = range(len(result.tokens)) if hasattr(result, "tokens") else getattr(result, "positions", ())
-        chosen = getattr(result, "positions", all_positions)
-        positions = all_positions if dim == "key" or len(chosen) != size else chosen
-        if hasattr(result, "tokens") and len(positions) == size:
-            return texts(result.tokens, positions)
-    if dim in ("head", "kv_head") and len(getattr(result, "heads", ())) == size:
-        return [*map(str, result.heads)]
-    return [*map(str, range(size))]
+    indices: Sequence[int] = range(size)
+    if dim in ("position", "query"):
+        indices = chosen(result, "positions") or indices
+    elif dim == "head":
+        indices = chosen(result, "heads") or indices
+    elif dim == "kv_head" and sorted(chosen(result, "heads")) != [*range(len(chosen(result, "heads")))]:
+        return [""] * size  # the result does not say which ones these query heads read
+    if dim in ("position", "query", "key") and hasattr(result, "tokens"):
+        return texts(result.tokens, indices)
+    return [*map(str, indices)]
+
+
+def chosen(result: Any, name: Literal["positions", "heads"]) -> Sequence[int]:
+    """The positions or heads of a result, as it names them or as its request did; empty: all."""
+    found: Sequence[int] = getattr(result, name, ()) or vars(result).get(f"_{name}", ())
+    return found
 
 
 def texts(tokens: Sequence[Any], positions: Sequence[int] | None = None) -> list[str]:

@@ -97,7 +97,7 @@ def run(
         **not_scales(fields),
     )
     request = Request("/forward", body, SAFETENSORS, hooks=hooks)
-    return Call(request, lambda content: answers.trace(*read_safetensors(content), body.get("positions")))
+    return Call(request, lambda content: answers.trace(*read_safetensors(content), body))
 
 
 def logits(
@@ -239,19 +239,27 @@ def generate(
         baseline=baseline,
         **not_stream(fields),
     )
-    return Call(Request("/generate", body, hooks=hooks), parser(Generation))
+    request = Request("/generate", body, hooks=hooks)
+    return Call(request, lambda content: answers.generation(content, body))
 
 
 def streamed(
-    describe: Callable[Arguments, Call[Any]], name: str, parse: Callable[[dict[str, Any]], list[Event]], doc: str
+    describe: Callable[Arguments, Call[Any]],
+    name: str,
+    parse: Callable[[dict[str, Any], dict[str, Any]], list[Event]],
+    doc: str,
 ) -> Callable[Arguments, StreamCall[Event]]:
-    """A function with the arguments of another one, whose request asks for a stream."""
+    """A function with the arguments of another one, whose request asks for a stream.
+
+    `parse` takes an event, and the body of the request.
+    """
 
     @functools.wraps(describe)
     def describe_stream(*args: Arguments.args, **kwargs: Arguments.kwargs) -> StreamCall[Event]:
         request = describe(*args, **kwargs).request
         assert isinstance(request.body, dict)
-        return StreamCall(replace(request, body=request.body | {"stream": True}, accept=EVENTS), parse)
+        body = request.body | {"stream": True}
+        return StreamCall(replace(request, body=body, accept=EVENTS), lambda event: parse(event, body))
 
     describe_stream.__name__, describe_stream.__doc__ = name, doc
     return describe_stream
@@ -376,7 +384,7 @@ def attribute(
     )
     if method == "gradient":
         body = {"detail": "values", "encoding": "base64"} | body
-    return Call(Request("/attribute", body), answers.attribution)
+    return Call(Request("/attribute", body), lambda content: answers.attribution(content, body))
 
 
 def sweep(prompt: Prompt, corrupted: Prompt, *, token: str | int, **fields: Any) -> Call[Attribution[NumpyArray]]:

@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -111,6 +112,7 @@ async def start(checkpoint: Checkpoint, kv_cache_dtype: KVCacheDtype) -> FastAPI
         kv_cache_dtype=kv_cache_dtype,
         request_timeout_seconds=SECONDS,
         sse_keepalive_seconds=0.0,
+        compare_directory=Path("/"),  # a path of `compare` may be anywhere
         **quantize,
         **LIMITS,
     )

@@ -62,6 +62,8 @@ class Attribution(Record, StageArrays[Array], eq=False, kw_only=True):
 
     def top_heads(self, count: int = 10) -> list[HeadShare]:
         """The heads with the largest shares, positive or negative, for the method "direct"."""
+        if self.method != "direct":
+            raise InvalidArgument("method", f"'direct' has shares of heads, but {self.method!r} has none")
         shares = [
             HeadShare(layer, head, share)
             for layer, entry in enumerate(self.answer["layers"])

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, cast
 
 import numpy as np
 
@@ -125,12 +125,6 @@ class Trace(Pass[Array], PromptResult, eq=False, kw_only=True):
         """The requested positions."""
         given: tuple[int, ...] | None = vars(self).get("_positions")
         return tuple(range(len(self.tokens))) if given is None else given
-
-    def at(self, positions: Sequence[int] | None) -> Self:
-        """Note the requested positions; None: all. JSON does not have them."""
-        if positions is not None:
-            vars(self)["_positions"] = tuple(each % len(self.tokens) for each in positions)
-        return self
 
 
 class PositionLogits(Record):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Generic
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Self
 
 from forwardscope.results.records import Array, Doc, Fields, Number, Record
 from forwardscope.stage_keys import StageKey, stage_name
@@ -145,6 +145,15 @@ class StageArrays(Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self._stages)
+
+    def at(self, positions: Sequence[int] | None, heads: Sequence[int] | None = None) -> Self:
+        """Note the requested positions and heads, for the labels of pictures; None: all. JSON does not have them."""
+        if positions is not None:
+            num_tokens = len(getattr(self, "tokens", ()))
+            vars(self)["_positions"] = tuple(each % num_tokens for each in positions)  # some count from the end
+        if heads is not None:
+            vars(self)["_heads"] = tuple(heads)
+        return self
 
     def dims(self, name: StageKey) -> tuple[str, ...]:
         """The names of the axes of a stage, such as ("batch", "head", "query", "key")."""

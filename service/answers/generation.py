@@ -116,6 +116,9 @@ class Generation:
             elif self.edits[index // self.params.n] is not None:
                 reason = "the edited pass gives logits that are not finite; use smaller numbers"
                 output = replace(output, error=InvalidField("edits", reason))
+            elif notes_of(self.call.request.scope).hooks is not None:
+                reason = "the hooked pass gives logits that are not finite; use smaller numbers"
+                output = replace(output, error=InvalidField("hooks", reason))
         if output.error is not None and not isinstance(output.error, (InvalidField, LostRank)):
             logger.error("generation %s failed", self.id, exc_info=output.error)
         if output.error is not None:

@@ -142,6 +142,26 @@ def test_a_directory_with_another_harvest_or_other_files_is_refused(model: Local
         model.harvest(TEXTS, STAGES, tmp_path)
 
 
+def test_a_directory_with_the_harvest_of_another_corpus_of_the_same_size_is_refused(
+    model: LocalModel, tmp_path: Path
+) -> None:
+    path = tmp_path / "text.txt"
+    pairs: list[tuple[Any, Any]] = [(["a cat"], ["a dog"]), ([[1, 2]], [[1, 3]]), (path, path)]
+    for index, (corpus, other) in enumerate(pairs):
+        path.write_text("a cat")
+        model.harvest(corpus, STAGES, tmp_path / str(index))
+        assert model.harvest(corpus, STAGES, tmp_path / str(index)).is_complete
+        path.write_text("a dog")
+        with pytest.raises(InvalidField, match="another harvest: corpus is"):
+            model.harvest(other, STAGES, tmp_path / str(index))
+
+
+def test_a_harvest_that_was_killed_in_its_first_file_goes_on(model: LocalModel, tmp_path: Path) -> None:
+    (tmp_path / "unfinished").write_bytes(b"{")
+    assert model.harvest(TEXTS, STAGES, tmp_path).is_complete
+    assert not (tmp_path / "unfinished").exists()
+
+
 def test_files_of_every_kind_have_the_same_rows(model: LocalModel, tmp_path: Path) -> None:
     tokens = [model.to_tokens(text) for text in TEXTS]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"story": text}) + "\n\n" for text in TEXTS))

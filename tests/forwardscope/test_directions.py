@@ -116,3 +116,25 @@ def test_a_wrong_argument_is_named(local: LocalModel, tmp_path: Path) -> None:
         directions.difference_of_means(ROWS, LABELS).save(tmp_path / "water.npz")
     with pytest.raises(InvalidArgument, match=r"stages: .*pattern has no row"):
         directions.read_rows(local, ["the cat"], "blocks.0.attn.pattern")
+
+
+def test_too_few_rows_are_an_error_that_says_how_many_are_needed() -> None:
+    few = {STAGE: ROWS[STAGE][:8]}
+    with pytest.raises(InvalidArgument, match=r"rows: has 4 and 4 rows of a kind, .* give at least 5 of each"):
+        directions.logistic_probe(few, LABELS[:8])
+    with pytest.raises(InvalidArgument, match="rows: has 79 and 1 rows of a kind"):
+        directions.logistic_probe(ROWS, [1] + [0] * 79)
+    with pytest.raises(InvalidArgument, match="rows: has 4 rows of a kind"):
+        directions.linear_probe({STAGE: ROWS[STAGE][:4]}, [1, 2, 3, 4])
+    with pytest.raises(InvalidArgument, match=r"groups: has 2 different groups, .* rows of at least 5 groups"):
+        directions.logistic_probe(ROWS, LABELS, groups=np.arange(80) // 40)
+    with pytest.raises(InvalidArgument, match=r"rows: has pairs with one difference only.* give more pairs"):
+        directions.pca_of_differences({STAGE: ROWS[STAGE][:2]}, LABELS[:2])
+
+
+def test_rows_are_also_logits_and_tensors_of_a_graph(local: LocalModel, client: Client) -> None:
+    ours, theirs = (directions.read_rows(each, ["the cat"], ["logits", "embed"]) for each in (local, client))
+    assert list(ours) == list(theirs) == ["embed", "logits"]
+    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+    graph = directions.read_rows(LocalModel(local.checkpoint, grad=True), ["the cat"], "embed")
+    assert np.array_equal(graph["embed"], ours["embed"])

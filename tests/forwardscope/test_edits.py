@@ -50,6 +50,26 @@ def test_an_edited_pass_has_the_numbers_of_a_client_to_the_last_bit(
     assert all(torch.equal(ours.baseline[name].nan_to_num(), plain[name].nan_to_num()) for name in plain)
 
 
+@pytest.mark.parametrize("number", [np.float32(0.5), np.array(0.5), torch.tensor(0.5), torch.tensor([0.5])], ids=repr)
+def test_a_number_may_be_one_of_numpy_or_pytorch(local: LocalModel, client: Client, number: Any) -> None:
+    """In all fields with numbers, for `run`, which reads edits itself, as for other methods and clients."""
+    ones, probe = torch.ones(256), {"stage": "embed", "vector": np.ones(256), "above": number}
+    edits: list[dict[str, Any]] = [
+        {"stage": RESIDUAL, "op": "add", "vector": ones, "scale": number, "when": probe | {"above": -100 * number}},
+        {"stage": RESIDUAL, "op": "set", "value": number, "neurons": [3]},
+        {"stage": RESIDUAL, "op": "scale", "factor": number, "neurons": [4]},
+        {"stage": RESIDUAL, "op": "project", "vector": ones, "coeff": number},
+        {"stage": RESIDUAL, "op": "cap", "min": -number, "max": number, "neurons": [5]},
+        {"stage": RESIDUAL, "op": "noise", "std": number, "seed": np.int64(3)},
+    ]
+    numbers = {"scale", "value", "factor", "coeff", "min", "max", "std", "seed"}
+    plain = [{name: value.item() if name in numbers else value for name, value in edit.items()} for edit in edits]
+    plain[0]["when"] = probe | {"above": -50.0}
+    expected = local.run(PROMPT, RESIDUAL, edits=plain)[RESIDUAL].float().numpy()
+    assert np.array_equal(local.run(PROMPT, RESIDUAL, edits=edits)[RESIDUAL].float().numpy(), expected)
+    assert np.array_equal(client.run(PROMPT, RESIDUAL, edits=edits)[RESIDUAL], expected)
+
+
 def test_an_edited_generation_is_that_of_a_client(local: LocalModel, client: Client) -> None:
     width = local.checkpoint.model.config.d_model
     edits = [{"stage": RESIDUAL, "op": "add", "vector": np.full(width, 0.5), "positions": "generated"}]

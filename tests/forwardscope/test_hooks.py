@@ -97,6 +97,15 @@ def test_an_exception_of_a_hook_reaches_its_own_caller_only(local: LocalModel, c
     assert "".join(texts) == local.generate(PROMPT, max_tokens=6, temperature=0).text
 
 
+def test_a_hook_whose_logits_are_not_finite_is_named(local: LocalModel, caplog: pytest.LogCaptureFixture) -> None:
+    hooks = {"embed": lambda embed, context: embed * torch.nan}
+    with pytest.raises(InvalidField, match="hooks: the hooked pass gives logits that are not finite"):
+        local.generate(PROMPT, max_tokens=2, hooks=hooks)
+    with pytest.raises(InvalidField, match="hooks: the hooked pass gives logits that are not finite"):
+        list(local.stream(PROMPT, max_tokens=2, hooks=hooks))
+    assert not caplog.records
+
+
 def test_a_client_refuses_functions(client: Client) -> None:
     with pytest.raises(InvalidArgument, match=r"^hooks: are functions, which only a model of `load` can call"):
         client.generate(PROMPT, hooks={STAGE: double_head})

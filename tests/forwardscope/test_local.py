@@ -1,8 +1,11 @@
 """`load`: a model in this process, whose numbers are those of the service."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from forwardscope import Client, UnknownStage
 from forwardscope.local import LocalModel, load
@@ -185,3 +188,16 @@ def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path_factory: pytest.Te
 def test_a_model_that_does_not_exist_is_an_error_that_names_it() -> None:
     with pytest.raises(ValueError, match="no/such/model: no such file or directory"):
         load("no/such/model")
+
+
+def test_a_model_is_compared_with_files_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = write_checkpoint(tmp_path / "first"), write_checkpoint(tmp_path / "second")
+    weights = load_file(second / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][5] *= 2
+    save_file(weights, second / "model.safetensors")
+    model = load(first)
+    save_file(dict(load(second).run(PROMPT)), tmp_path / "stages.safetensors")
+    for path in (second, tmp_path / "stages.safetensors"):
+        assert model.compare(PROMPT, path=str(path)).verdict.first_stage == "blocks.1.mlp.pre_linear"
+    monkeypatch.chdir(tmp_path)
+    assert not model.compare(PROMPT, path="first").differs

@@ -7,7 +7,7 @@ import pytest
 
 from forwardscope import Client, InvalidArgument
 from forwardscope.local import LocalModel
-from forwardscope.plots import Picture
+from forwardscope.plots import Picture, plain
 
 PROMPT, CORRUPTED = "the cat cost $ 5", "the man cost $ 5"
 
@@ -77,3 +77,40 @@ def test_the_logit_lens_shows_the_most_likely_tokens(client: Client) -> None:
     assert steps.shape == (6, 3)
     with pytest.raises(InvalidArgument, match="trace: has no logit lens"):
         client.generate(PROMPT, max_tokens=1).plot()
+
+
+def titles(picture: Picture) -> list[str]:
+    return [axes.get_title() for axes in picture.axes[:2]]
+
+
+@pytest.mark.parametrize("kind", ["local", "client"])
+def test_pictures_of_a_part_name_its_heads_and_positions(request: pytest.FixtureRequest, kind: str) -> None:
+    model, part = request.getfixturevalue(kind), {"heads": [5, 2], "positions": [-1, 1]}
+    trace = model.run(PROMPT, ["*.0.attn.pattern", "*.0.attn.k"], **part)
+    rows = [plain(trace.tokens[each].text) for each in (-1, 1)]
+    gradients = model.attribute("gradient", PROMPT, token=" the", stages="*.0.attn.pattern", **part)
+    for result in (trace, gradients):
+        picture = result.plot("blocks.0.attn.pattern")
+        assert (titles(picture), labels(picture, "y")) == (["head 5", "head 2"], rows)
+    estimates = {"corrupted": CORRUPTED, "token": " the", "stages": "*.0.attn.z"} | part
+    cells = model.attribute("attribution_patching", PROMPT, **estimates).plot()
+    assert (labels(cells, "x"), labels(cells, "y")) == (["5", "2"], rows)
+    assert titles(trace.plot("blocks.0.attn.k")) == ["kv_head ", "kv_head "], "those that the heads 5 and 2 read"
+    assert titles(model.run(PROMPT, "*.0.attn.k").plot("blocks.0.attn.k")) == ["kv_head 0", "kv_head 1"]
+
+
+@pytest.mark.parametrize("kind", ["local", "client"])
+def test_pictures_of_steps_name_their_heads_and_positions(request: pytest.FixtureRequest, kind: str) -> None:
+    model, trace = request.getfixturevalue(kind), {"stages": "*.0.attn.z", "heads": [5, 2]}
+    steps = [*model.generate(PROMPT, max_tokens=2, trace=trace, ignore_eos=True).trace]
+    events = model.stream(PROMPT, max_tokens=2, trace=trace, ignore_eos=True)
+    for step in [*steps, *(event.trace for event in events if event.trace is not None)]:
+        picture = step.plot("blocks.0.attn.z")
+        assert (titles(picture), labels(picture, "y")) == (["head 5", "head 2"], [*map(str, step.positions)])
+
+
+def test_a_tensor_of_a_graph_has_a_picture(local: LocalModel) -> None:
+    graph = LocalModel(local.checkpoint, grad=True)
+    trace = graph.run(PROMPT, "blocks.0.resid_post")
+    (shown,) = images(trace.plot("blocks.0.resid_post"))
+    assert np.array_equal(shown, trace["blocks.0.resid_post"][0].detach().numpy())

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from forwardscope import ApiError, Client
+from forwardscope import ApiError, Client, InvalidArgument
 from forwardscope.results.attributions import (
     AttributionPatching,
     DirectAttribution,
@@ -529,6 +529,8 @@ class TestClient:
             heads = torch.tensor([layer["heads"] for layer in direct.answer["layers"]])
             assert shares == [divmod(index, 6) for index in heads.abs().flatten().topk(3).indices.tolist()]
             gradient = client.attribute("gradient", PROMPT, token=5, stages="*.attn.z")
+            with pytest.raises(InvalidArgument, match="method: 'direct' has shares of heads, but 'gradient' has none"):
+                gradient.top_heads(3)
             assert gradient["blocks.1.attn.z"].shape == (1, 7, 6, 4)
             assert gradient.dims("blocks.1.attn.z") == ("batch", "position", "head", "d_head")
             sweep = client.attribute("patching", PROMPT, token=5, minus=17, corrupted=CORRUPTED, stages="*.attn.z")

@@ -4,6 +4,7 @@ A `*.jsonl` file has a document in each line, a `*.parquet` file in each row of 
 document in UTF-8. A document is a text or a list of token ids. This module does not know how documents become contexts.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -64,7 +65,8 @@ class Corpus:
 
     def describe(self) -> list[Any]:
         """The sources in a form by which another run sees that its corpus is a different one."""
-        return [[str(each), each.stat().st_size] if isinstance(each, Path) else len(each) for each in self._sources]
+        sizes = ([str(each), each.stat().st_size] if isinstance(each, Path) else [len(each)] for each in self._sources)
+        return [[*size, digest_of(each)] for size, each in zip(sizes, self._sources, strict=True)]
 
     def documents(self) -> Iterator[Document]:
         for index, source in enumerate(self._sources):
@@ -143,3 +145,14 @@ class Corpus:
             vocabulary = f"from 0 to {self._vocab_size - 1}"
             raise InvalidField("corpus", f"{name} is neither a text nor a list of token ids {vocabulary}")
         return ids
+
+
+def digest_of(source: Source) -> str:
+    """A digest of the contents of a source; empty for a pipe, which can be read only once."""
+    if isinstance(source, Path):
+        if not source.is_file():
+            return ""
+        with source.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    content = source.encode(errors="surrogatepass") if isinstance(source, str) else repr(list(source)).encode()
+    return hashlib.sha256(content).hexdigest()

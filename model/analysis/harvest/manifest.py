@@ -23,6 +23,7 @@ from model.files import read_json
 logger = logging.getLogger(__name__)
 
 NAME = "manifest.json"
+UNFINISHED = "unfinished"  # a file that a killed process had not finished
 MAX_BYTES = 64 << 20
 
 
@@ -64,7 +65,7 @@ class Manifest:
         settings = json.loads(json.dumps(settings))
         if not (directory / NAME).exists():
             directory.mkdir(parents=True, exist_ok=True)
-            if any(directory.iterdir()):
+            if any(each.name != UNFINISHED for each in directory.iterdir()):
                 raise InvalidField("out", f"{directory} has other files; choose an empty or a new directory")
             return cls(directory, settings)
         found = cls.read(directory)
@@ -113,7 +114,7 @@ class Manifest:
         self._save()
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], num_tokens: int, next: Place) -> StoredFile:
-        path, unfinished = self.directory / name, self.directory / "unfinished"
+        path, unfinished = self.directory / name, self.directory / UNFINISHED
         save_file(dict(tensors), unfinished)
         checksum = sha256_of(unfinished)
         unfinished.replace(path)
