@@ -115,7 +115,7 @@ def cpu_features() -> frozenset[str]:
 
 
 def _cpu_info(name: str) -> str:
-    """What Linux says of the first processor; empty if it says nothing."""
+    """Read an entry of the first processor in Linux's cpuinfo; empty if there is none."""
     try:
         lines = CPU_INFO.read_text().splitlines()
     except OSError:
