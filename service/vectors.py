@@ -1,10 +1,11 @@
 """The named vectors that edits may use: those that the operator has preloaded, and those that clients have sent.
 
-A request in flight keeps its vectors, also if they are replaced or deleted. All methods are called on the event loop's
-thread.
+A request finds the vectors of a `snapshot` at its arrival, also if they are replaced or deleted afterwards. All
+methods are called on the event loop's thread.
 """
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,7 +28,7 @@ class VectorStore:
 
     def __init__(self, max_uploaded: int) -> None:
         self._max_uploaded = max_uploaded
-        self._entries: dict[str, VectorEntry] = {}
+        self._entries: Mapping[str, VectorEntry] = {}  # shared with snapshots, so it is replaced and never changed
 
     def __iter__(self) -> Iterator[VectorEntry]:
         """All vectors, in the order of their names."""
@@ -39,7 +40,8 @@ class VectorStore:
 
     def preload(self, vectors: Mapping[str, NamedVector]) -> None:
         """Add vectors that clients cannot change."""
-        self._entries |= {name: VectorEntry(name, vector, uploaded=False) for name, vector in vectors.items()}
+        added = {name: VectorEntry(name, vector, uploaded=False) for name, vector in vectors.items()}
+        self._entries = {**self._entries, **added}
 
     def check_name(self, name: str) -> None:
         """Raise 400 unless clients may store a vector under this name, and 413 if they have stored too many."""
@@ -58,7 +60,8 @@ class VectorStore:
     def put(self, name: str, vector: NamedVector) -> VectorEntry:
         """Store a vector, or replace the one of this name. Raises the errors of `check_name`."""
         self.check_name(name)
-        entry = self._entries[name] = VectorEntry(name, vector, uploaded=True)
+        entry = VectorEntry(name, vector, uploaded=True)
+        self._entries = {**self._entries, name: entry}
         return entry
 
     def delete(self, name: str) -> VectorEntry:
@@ -67,9 +70,15 @@ class VectorStore:
             raise ApiError(
                 404, f"name: there is no vector {name[:100]!r}; {self._known()}", param="name", code="vector_not_found"
             )
-        if not self._entries[name].uploaded:
+        entry = self._entries[name]
+        if not entry.uploaded:
             raise invalid("name", f"{name!r} is a vector of --vectors, which clients cannot change")
-        return self._entries.pop(name)
+        self._entries = {other: each for other, each in self._entries.items() if other != name}
+        return entry
+
+    def snapshot(self) -> "VectorStore":
+        """The vectors as they are now, which later changes of this store leave as they are."""
+        return copy(self)
 
     def find(self, name: str, param: str) -> Tensor | Mapping[str, Tensor]:
         """The vector that a request names: one tensor, or one for each stage. `file/tensor` names one tensor of a file.

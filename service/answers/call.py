@@ -18,6 +18,7 @@ from service.http.schemas import AdaptedRequest, ModelRequest
 from service.ignored_fields import is_strict, note_ignored
 from service.request_notes import notes_of
 from service.state import State, find_adapter, get_engine, served_checkpoint
+from service.vectors import VectorStore
 
 Result = TypeVar("Result")
 PAUSES = 3.0  # for other generations, times the work that delays them
@@ -28,16 +29,18 @@ FEW_CHECKS = 16  # of stop strings, globs, prompts or edits, which take about a 
 class RouteCall:
     """A request that a route answers. The route began, after the body was read, at `arrived`.
 
-    `arrived` is in seconds of `time.perf_counter`. The timeout of the request counts from then on.
+    `arrived` is in seconds of `time.perf_counter`. The timeout of the request counts from then on. `vectors` are the
+    named vectors that there were then.
     """
 
     request: Request
     state: State
+    vectors: VectorStore
     arrived: float = field(default_factory=time.perf_counter, kw_only=True)
 
     def on(self, checkpoint: Checkpoint, adapter: str | None) -> "ModelCall":
         """The same request to a checkpoint with one of its adapters, or with none."""
-        return ModelCall(self.request, self.state, checkpoint, adapter, arrived=self.arrived)
+        return ModelCall(self.request, self.state, self.vectors, checkpoint, adapter, arrived=self.arrived)
 
     @property
     def reservation(self) -> Reservation:
@@ -127,13 +130,18 @@ class ModelCall(RouteCall):
     adapter: str | None
 
 
+def route_call(request: Request, state: State) -> RouteCall:
+    """A request that has just arrived."""
+    return RouteCall(request, state, state.vectors.snapshot())
+
+
 def model_call(body: ModelRequest, request: Request, state: State) -> ModelCall:
     """A request to the model that its body names.
 
     Raises 503 if no checkpoint is served, 404 for another model or adapter, and 400 if the body names two adapters or
     has a field that is not implemented.
     """
-    call, checkpoint = RouteCall(request, state), served_checkpoint(state)
+    call, checkpoint = route_call(request, state), served_checkpoint(state)
     named = body.adapter if isinstance(body, AdaptedRequest) else None
     adapter = find_adapter(checkpoint, body.model, named)
     if isinstance(body, Nullable):

@@ -5,7 +5,8 @@ Chat completions, Responses and Messages are three ways to write the same stream
 """
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 import orjson
@@ -70,15 +71,33 @@ class ChatStream:
         write_last: Callable[[], Iterable[bytes]] = tuple,
         write_error: WriteError = error_event,
         done: bytes = DONE,
+        *,
+        by_token: bool = False,
     ) -> AsyncGenerator[bytes]:
-        """The events that `write` makes of each output, and those at the end. See `Generation.events`."""
-        return self.generation.events(lambda output: write(self.read(output)), write_last, write_error, done)
+        """The events that `write` makes of each output, and those at the end. See `Generation.events`.
+
+        With `by_token`, each token is an output of its own, also if a step gives several.
+        """
+
+        def write_each(output: ChoiceOutput) -> Iterable[bytes]:
+            if by_token and len(output.result.tokens) > 1:
+                return chain.from_iterable(map(write, self._read_tokens(output)))
+            return write(self.read(output))
+
+        return self.generation.events(write_each, write_last, write_error, done)
 
     def read(self, output: ChoiceOutput) -> ChatOutput:
         """Read the output of one step. Raises 503 for a choice that was cancelled."""
         step = output.result
         traces = None if output.trace is None else [output.trace]
         return self._read(output.index, step.tokens, step.prompt_tokens, traces, step.end)
+
+    def _read_tokens(self, output: ChoiceOutput) -> Iterator[ChatOutput]:
+        """Read the output of a step with several tokens as those of steps with one token each."""
+        *earlier, last = output.result.tokens
+        for token in earlier:
+            yield self._read(output.index, [token], (), None, None)
+        yield self.read(replace(output, result=replace(output.result, tokens=[last])))
 
     def read_whole(self, choice: Choice) -> ChatOutput:
         """Read a choice that has ended, which may take long. Raises 503 if it was cancelled."""

@@ -27,7 +27,6 @@ from service.http import edit_schemas as schemas
 from service.http.encoding import to_json
 from service.http.errors import invalid
 from service.request_notes import notes_of
-from service.state import State
 
 Operand = Tensor | Mapping[str, Tensor]
 Run = tuple[Sequence[int], float | None]
@@ -58,7 +57,7 @@ async def read_edits(edits: Sequence[schemas.Edit], runs: Sequence[Run], call: M
             sources[index] = [await prompt_ids(call, given[each], each) for each in given]
         for name, vector in operands_of(edit, f"edits.{index}").items():
             if isinstance(vector, str):
-                named[name] = call.state.vectors.find(vector, name)
+                named[name] = call.vectors.find(vector, name)
     planner = EditPlanner(edits, sources, named, call.checkpoint)
     num_plans = len({planner.key(ids, len(ids), scale) for ids, scale in runs})
     call.reservation.reserve(num_plans * planner.num_operand_bytes)
@@ -244,9 +243,9 @@ def read_vector(vector: list[Any] | schemas.EncodedTensor, param: str) -> Tensor
     return torch.frombuffer(bytearray(content), dtype=dtype).view(vector.shape)
 
 
-def find_vector(state: State, vector: str | list[Any] | schemas.EncodedTensor, param: str) -> Operand:
+def find_vector(call: ModelCall, vector: str | list[Any] | schemas.EncodedTensor, param: str) -> Operand:
     """The vector that a request has or names. Raises 400 for one that there is not."""
-    return state.vectors.find(vector, param) if isinstance(vector, str) else read_vector(vector, param)
+    return call.vectors.find(vector, param) if isinstance(vector, str) else read_vector(vector, param)
 
 
 def check_baseline(baseline: bool, edits: Sequence[schemas.Edit]) -> None:

@@ -169,7 +169,8 @@ class PromptPlanner:
     def plan(self, index: int, ids: list[int]) -> PlannedPrompt:
         """Check a prompt, and the fields of the request that depend on its length. Raises 400 for a wrong one."""
         inputs, options, is_list = self._inputs, self._inputs.options, len(self._inputs.prompts) > 1
-        param = param_of(options.field_names.get("prompt", "prompt"), index, is_list and inputs.scales is None)
+        has_several = is_list and inputs.scales is None
+        param = param_of(options.field_names.get("prompt", "prompt"), index, has_several)
         try:
             most = find_max_tokens(options, self._call, len(ids))
             params = self._params.with_max_tokens(most)
@@ -193,7 +194,8 @@ class PromptPlanner:
         edit_plan = None
         if self._edit_planner is not None:
             scale = None if inputs.scales is None else inputs.scales[index]
-            edit_plan = self._edit_planner.plan(ids[: options.num_shared or None], num_positions, param, scale)
+            of_prompt = param if has_several else "prompt"
+            edit_plan = self._edit_planner.plan(ids[: options.num_shared or None], num_positions, of_prompt, scale)
         if len(ids) not in self._budgets:
             self._budgets[len(ids)] = self._budget(request)
         return PlannedPrompt(request, edit_plan, self._budgets[len(ids)], num_positions)

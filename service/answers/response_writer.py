@@ -123,7 +123,8 @@ class ResponseWriter:
         self._stream = stream
         self._generation = generation = stream.generation
         self._strings = TokenStrings(generation.call.checkpoint.tokenizer, as_ids=body.return_tokens_as_token_ids)
-        self._has_logprobs = LOGPROBS in body.include
+        self.has_logprobs = LOGPROBS in body.include
+        """Whether outputs must have one token each, because each piece gets the log-probabilities of its own tokens."""
         self._fields: dict[str, Any] = {
             **{name: orjson.Fragment(value) for name, value in settings.items()},
             "id": generation.id,
@@ -150,7 +151,7 @@ class ResponseWriter:
 
     def events(self, output: ChatOutput) -> Iterator[bytes]:
         """The events for the output of one step."""
-        if self._has_logprobs:
+        if self.has_logprobs:
             self._tokens += output.tokens
         for piece in output.pieces:
             yield from self._write(piece)
@@ -186,8 +187,7 @@ class ResponseWriter:
 
     def answer(self, choice: Choice) -> ModelResponse:
         """The whole response, of a choice that has ended."""
-        # Token by token, because each piece of text gets the log-probabilities of its own tokens.
-        whole = self._stream.read_tokens(choice) if self._has_logprobs else [self._stream.read_whole(choice)]
+        whole = self._stream.read_tokens(choice) if self.has_logprobs else [self._stream.read_whole(choice)]
         for output in whole:
             for _ in self.events(output):
                 pass

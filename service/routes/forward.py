@@ -22,7 +22,7 @@ from model.tracing.predictions import predict
 from model.tracing.selection import Detail, Selection, StageTrace
 from model.tracing.stages import Stage
 from model.worked_examples import WorkedExample, compare
-from service.answers.call import RouteCall
+from service.answers.call import route_call
 from service.answers.forward_plan import ForwardPlan, ForwardPlanner
 from service.answers.passes import SAFETENSORS_MEDIA_TYPE, PassAnswer, PreparedAnswer, wants_safetensors
 from service.answers.prompt_passes import PromptInputs, answer_prompts
@@ -45,7 +45,7 @@ router = APIRouter(route_class=JsonRoute, tags=["inside"])
     responses=also(SAFETENSORS_MEDIA_TYPE, BINARY),
 )
 async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Response:
-    call, as_safetensors = RouteCall(request, state), wants_safetensors(request)
+    call, as_safetensors = route_call(request, state), wants_safetensors(request)
     subject = find_subject(state, body.model, body.adapter)
     prompts, is_list = as_list(body.prompt)
     inputs = PromptInputs(call, subject, body, prompts, is_list, as_safetensors, body.scales, len(body.stages))

@@ -87,11 +87,10 @@ class Events:
             yield event(generations.TokenEvent(generation.id, index, None, "", trace))
 
     def _token(self, token: TokenOutput) -> generations.EventToken:
-        if token.logprobs is None:
+        if self._generation.params.logprobs is None:
             return generations.EventToken(token.token_id, None)
-        return generations.EventToken(
-            token.token_id, token.logprobs.chosen, describe_top_logprobs(token, self._generation.text_of)
-        )
+        logprob = None if token.logprobs is None else token.logprobs.chosen  # nothing predicts a prompt's first token
+        return generations.EventToken(token.token_id, logprob, describe_top_logprobs(token, self._generation.text_of))
 
 
 async def answer(generation: Generation, has_baseline: bool) -> bytes:

@@ -22,7 +22,7 @@ from model.tracing.selection import Selection
 from model.tracing.stages import Stage
 from model.tracing.tap import Chain, Recorder
 from service.answers.budget import Budget, ResponseContents, pass_bytes
-from service.answers.call import RouteCall
+from service.answers.call import route_call
 from service.answers.edits import answer_bytes
 from service.answers.passes import PassAnswer, PreparedAnswer
 from service.answers.prompt_passes import PromptInputs, PromptPlan, answer_prompts
@@ -43,7 +43,7 @@ TOLERANCE = 0.5 / STEPS  # a pattern that rounds to a step is not out of range
 @router.post("/patterns", summary="Attention maps of many heads", response_model=Patterns, responses=error_answers())
 async def patterns(body: PatternsRequest, request: Request, state: StateDep) -> Response:
     subject = find_subject(state, body.model, body.adapter)
-    inputs = PromptInputs(RouteCall(request, state), subject, body, [body.prompt])
+    inputs = PromptInputs(route_call(request, state), subject, body, [body.prompt])
     return await answer_prompts(inputs, partial(plan_patterns, body), prepare_answer)
 
 

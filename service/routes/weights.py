@@ -20,7 +20,7 @@ from model.network.weight_hints import weight_hint
 from model.network.weight_indices import read_part
 from model.network.weight_views import Part, WeightView, WeightViews, tensor_views
 from service.answers.budget import Budget, ResponseContents
-from service.answers.call import RouteCall
+from service.answers.call import route_call
 from service.answers.passes import SAFETENSORS_MEDIA_TYPE, wants_safetensors
 from service.answers.subject import Subject, find_subject
 from service.http.encoding import Encoding, encoded, json_in_pieces, safetensors_bytes, to_json
@@ -50,7 +50,7 @@ async def weights(request: Request, state: StateDep) -> Response:
         views = found.views() if isinstance(found, WeightViews) else found.values()
         return to_json(WeightList(subject.name, Named(map(describe_weight, views))))
 
-    return await RouteCall(request, state).respond(0, lambda: state.worker.executors.run("weights", describe))
+    return await route_call(request, state).respond(0, lambda: state.worker.executors.run("weights", describe))
 
 
 @router.get(
@@ -73,7 +73,7 @@ async def weight(name: str, request: Request, state: StateDep) -> Response:
     budget.check(state)
     encode = partial(executors.run_long, "weights", partial(encode_weight, view, part, query, encoding, subject))
     media_type = SAFETENSORS_MEDIA_TYPE if encoding == "safetensors" else "application/json"
-    return await RouteCall(request, state).respond(budget.response_bytes, encode, media_type)
+    return await route_call(request, state).respond(budget.response_bytes, encode, media_type)
 
 
 def find_weights(state: State, subject: Subject) -> Mapping[str, WeightView]:

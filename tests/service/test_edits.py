@@ -202,6 +202,22 @@ def test_the_error_names_the_prompt_of_a_list_that_an_edit_does_not_fit(tiny: Ru
     assert response.json()["error"]["message"].endswith("(for prompt.1)")
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the cat"}]}),
+        ("/v1/responses", {"input": "the cat"}),
+        ("/v1/completions", {"prompt": ["the cat"]}),
+    ],
+)
+def test_the_error_of_an_edit_names_no_prompt_if_there_is_only_one(
+    tiny: Running, path: str, body: dict[str, Any]
+) -> None:
+    response = tiny.post(path, body | {"edits": [edit(positions=[70])]})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "edits.0.positions")
+    assert "(for" not in response.json()["error"]["message"]
+
+
 def test_no_step_computes_digests_of_edits(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, content = list[str](), StageEdit.content
 

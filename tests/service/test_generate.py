@@ -317,7 +317,7 @@ class TestLogprobs:
         for event, entry in zip(events, answer["logprobs"], strict=True):
             validate(TokenEvent, event)
             assert (event["token"]["id"], event["token"]["logprob"]) == (entry["id"], entry["logprob"])
-            assert (event["token"].get("top") or []) == entry["top"]
+            assert event["token"]["top"] == entry["top"]
 
     def test_logprobs_are_null_unless_requested(self, tiny: Running) -> None:
         assert tiny.answer("/generate", prompt=PROMPT, max_tokens=2)["logprobs"] is None

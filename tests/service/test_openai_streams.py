@@ -107,6 +107,19 @@ def test_a_trace_is_that_of_generate(tiny: Running, path: str) -> None:
             assert shown(found) == pytest.approx(shown(wanted), rel=1e-5)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_a_stream_has_the_ids_of_all_tokens_also_of_those_without_text(tiny: Running, path: str) -> None:
+    """The random network writes many halves of characters."""
+    body = PATHS[path] | {"max_tokens": 12, "seed": 3, "ignore_eos": True, "return_token_ids": True}
+    whole = tiny.answer(path, **body)["choices"]
+    streamed: list[list[int]] = [[] for _ in whole]
+    for event in read_events(tiny.post(path, body | {"stream": True}).content):
+        for part in event["choices"]:
+            streamed[part["index"]] += part.get("token_ids") or []
+    assert streamed == [choice["token_ids"] for choice in whole]
+    assert all(len(ids) == 12 for ids in streamed)
+
+
 def test_a_long_prompt_keeps_its_logprobs_in_a_traced_stream(tmp_path: Any, start: Start) -> None:
     """The first output of the stream is the trace of a part of the prompt."""
     directory = write_checkpoint(tmp_path / "long", max_position_embeddings=256)

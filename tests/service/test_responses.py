@@ -2,17 +2,21 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
 from forwardscope.results.responses import ModelResponse, ResponseStreamEvent
+from model.engine.request import Output
+from model.text.transcript import TokenOutput
 from service.answers.conversations import read_message
 from service.answers.response_input import chat_request, placed_items, read_conversation
 from service.http.bodies import parse
 from service.http.openai_schemas import ChatRequest
 from service.http.responses_schemas import ResponsesRequest
+from service.request_stream import RequestStream
 from service.stored_responses import ResponseStore, StoredResponse
 from tests.service.checkpoints import NUM_TOKENS, write_checkpoint
 from tests.service.running import Running, Start, running
@@ -169,6 +173,27 @@ def test_a_response_has_the_text_of_the_chat_and_its_events_add_up_to_it(service
         events = events_of(service, **body)
         check_order(events)
         assert plain(events[-1]["response"]) == plain(found)
+
+
+def test_each_text_of_a_stream_has_the_logprobs_of_its_tokens_if_a_step_gives_several(
+    thinking: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with accepted drafts do. Here, one step gives the thinking and the answer."""
+    put, held = RequestStream.put, list[TokenOutput]()
+
+    def put_together(stream: RequestStream, output: Output) -> None:
+        held.extend(output.tokens)
+        if output.end is not None:
+            put(stream, replace(output, tokens=held))
+
+    body = {"input": "a", "seed": 1, "logit_bias": {str(NUM_TOKENS): 5}, "max_output_tokens": 60, "include": LOGPROBS}
+    whole = thinking.answer(RESPONSES, **body)
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
+    assert len(whole["output"][1]["content"][0]["logprobs"]) > 5
+    monkeypatch.setattr(RequestStream, "put", put_together)
+    events = events_of(thinking, **body)
+    check_order(events)
+    assert plain(events[-1]["response"]) == plain(whole)
 
 
 def test_thinking_is_an_item_before_the_answer(thinking: Running) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import save, save_file
 
 from forwardscope import ApiError, Client
 from model.checkpoints.load import load_checkpoint
+from service.answers.prompts import prompt_ids
 from service.loading import load_vectors
 from service.settings import Settings
 from tests.checkpoints.test_vector_files import HOSTILE, write_control_vector
@@ -166,6 +167,36 @@ def test_a_request_that_waits_keeps_its_vector_when_it_is_replaced_or_deleted(ke
                 wait_until(lambda: keyed.metric("num_requests_waiting") == 1, "the pass waits")
                 assert change().status_code == 200
             assert pending.result(PATIENCE_SECONDS) == expected
+
+
+@pytest.mark.parametrize(("path", "answer"), [("/logits", "positions"), ("/generate", "logprobs")])
+def test_a_request_has_the_vectors_of_its_arrival_also_if_others_change_while_it_is_read(
+    keyed: Running, monkeypatch: pytest.MonkeyPatch, path: str, answer: str
+) -> None:
+    """The prompt of a source is read before the edit that names the vector."""
+    store = keyed.state.vectors
+    put(keyed, "mine", vector_of(9))
+    other = next(entry.vector for entry in store if entry.name == "mine")
+    source = {"stage": "embed", "op": "patch", "positions": [0], "source": {"prompt": IDS}}
+    body: dict[str, Any] = {"prompt": IDS, "edits": [source, {"stage": STAGE, "op": "add", "vector": "mine"}]}
+    body |= {} if path == "/logits" else {"max_tokens": 2, "temperature": 0, "logprobs": 0}
+    changes: list[Callable[[], object]] = []
+
+    async def read(*arguments: Any) -> list[int]:
+        for change in changes:
+            change()
+        return await prompt_ids(*arguments)
+
+    monkeypatch.setattr("service.answers.edits.prompt_ids", read)
+    put(keyed, "mine", vector_of(1))
+    expected = keyed.answer(path, **body)[answer]
+    changes.append(lambda: store.put("mine", other))
+    assert keyed.answer(path, **body)[answer] == expected
+    changes.clear()
+    assert keyed.answer(path, **body)[answer] != expected
+    put(keyed, "mine", vector_of(1))
+    changes.append(lambda: store.delete("mine"))
+    assert keyed.answer(path, **body)[answer] == expected
 
 
 def test_at_most_so_many_vectors_can_be_stored_and_the_metric_has_their_bytes(keyed: Running) -> None:

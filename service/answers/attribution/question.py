@@ -210,7 +210,7 @@ def read_stage(question: Question, body: TargetRequest) -> StageTarget:
         raise invalid(name, "is required to explain a number of a stage", "missing")
     try:
         stage = select_rows(differentiable_stages(config), body.stage)
-        vector = find_vector(question.state, body.vector, "vector")
+        vector = find_vector(question, body.vector, "vector")
         row = read_row(vector, stage, stage.shape(sizes_of(config, 1))[2:], "vector")
     except UnknownStage as error:
         raise invalid("stage", str(error), "unknown_stage") from None

@@ -117,7 +117,8 @@ class Writer:
             if isinstance(piece, Content):
                 yield self._templates[index].fill(piece.text)
                 return
-        if output.pieces or has_more or (output.tokens and self._body.logprobs):
+        describes_tokens = self._body.logprobs or self._body.return_token_ids  # also those without text
+        if output.pieces or has_more or (output.tokens and describes_tokens):
             part = ChatChunkChoice(
                 delta=delta_of(output.pieces, has_one_call=bool(self._body.functions)),
                 finish_reason=None if output.end is None else self._finish_reason(output.end),

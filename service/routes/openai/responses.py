@@ -100,7 +100,8 @@ def parts_without_effect(body: ResponsesRequest, conversation: Conversation) -> 
 async def events(stream: ChatStream, writer: ResponseWriter) -> AsyncGenerator[bytes]:
     """The events of a stream. The first ones are sent before the model has written anything."""
     yield writer.begin()
-    async with aclosing(stream.events(writer.events, writer.last_events, writer.failure, done=b"")) as later:
+    found = stream.events(writer.events, writer.last_events, writer.failure, done=b"", by_token=writer.has_logprobs)
+    async with aclosing(found) as later:
         async for frame in later:
             yield frame
 
