@@ -5,7 +5,7 @@ Chat completions, Responses and Messages are three ways to write the same stream
 """
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
@@ -20,6 +20,9 @@ from service.answers.chat_thinking import PieceThinkingReader
 from service.answers.generation import Choice, ChoiceOutput, Generation, WriteError
 from service.answers.openai_answers import finish_reason
 from service.http.sse import DONE, error_event
+
+# The index of a choice, its tokens, those of its prompt, the JSON of its traces, and its end.
+Parts = tuple[int, Sequence[TokenOutput], Sequence[TokenOutput], Sequence[orjson.Fragment] | None, End | None]
 
 
 @dataclass(slots=True)
@@ -80,24 +83,21 @@ class ChatStream:
         """
 
         def write_each(output: ChoiceOutput) -> Iterable[bytes]:
-            if by_token and len(output.result.tokens) > 1:
-                return chain.from_iterable(map(write, self._read_tokens(output)))
+            if by_token:
+                return chain.from_iterable(map(write, self._read_each(*self._parts_of(output))))
             return write(self.read(output))
 
         return self.generation.events(write_each, write_last, write_error, done)
 
     def read(self, output: ChoiceOutput) -> ChatOutput:
         """Read the output of one step. Raises 503 for a choice that was cancelled."""
+        return self._read(*self._parts_of(output))
+
+    @staticmethod
+    def _parts_of(output: ChoiceOutput) -> Parts:
         step = output.result
         traces = None if output.trace is None else [output.trace]
-        return self._read(output.index, step.tokens, step.prompt_tokens, traces, step.end)
-
-    def _read_tokens(self, output: ChoiceOutput) -> Iterator[ChatOutput]:
-        """Read the output of a step with several tokens as those of steps with one token each."""
-        *earlier, last = output.result.tokens
-        for token in earlier:
-            yield self._read(output.index, [token], (), None, None)
-        yield self.read(replace(output, result=replace(output.result, tokens=[last])))
+        return output.index, step.tokens, step.prompt_tokens, traces, step.end
 
     def read_whole(self, choice: Choice) -> ChatOutput:
         """Read a choice that has ended, which may take long. Raises 503 if it was cancelled."""
@@ -108,8 +108,20 @@ class ChatStream:
     def read_tokens(self, choice: Choice) -> Iterator[ChatOutput]:
         """Read a choice that has ended token by token, as a stream does, so that each piece goes with its token."""
         assert choice.last is not None
-        for number, token in enumerate(choice.tokens, 1):
-            yield self._read(choice.index, [token], (), None, choice.last.end if number == len(choice.tokens) else None)
+        return self._read_each(choice.index, choice.tokens, (), None, choice.last.end)
+
+    def _read_each(
+        self,
+        index: int,
+        tokens: Sequence[TokenOutput],
+        prompt_tokens: Sequence[TokenOutput],
+        traces: Sequence[orjson.Fragment] | None,
+        end: End | None,
+    ) -> Iterator[ChatOutput]:
+        """Read tokens one by one. What else there is comes with the last one, or alone if there is none."""
+        for token in tokens[:-1]:
+            yield self._read(index, [token], (), None, None)
+        yield self._read(index, tokens[-1:], prompt_tokens, traces, end)
 
     def _read(
         self,
