@@ -84,7 +84,7 @@ class ChatStream:
 
         def write_each(output: ChoiceOutput) -> Iterable[bytes]:
             if by_token:
-                return chain.from_iterable(map(write, self._read_each(*self._parts_of(output))))
+                return chain.from_iterable(map(write, self._read_each(self._parts_of(output))))
             return write(self.read(output))
 
         return self.generation.events(write_each, write_last, write_error, done)
@@ -108,17 +108,11 @@ class ChatStream:
     def read_tokens(self, choice: Choice) -> Iterator[ChatOutput]:
         """Read a choice that has ended token by token, as a stream does, so that each piece goes with its token."""
         assert choice.last is not None
-        return self._read_each(choice.index, choice.tokens, (), None, choice.last.end)
+        return self._read_each((choice.index, choice.tokens, (), None, choice.last.end))
 
-    def _read_each(
-        self,
-        index: int,
-        tokens: Sequence[TokenOutput],
-        prompt_tokens: Sequence[TokenOutput],
-        traces: Sequence[orjson.Fragment] | None,
-        end: End | None,
-    ) -> Iterator[ChatOutput]:
+    def _read_each(self, parts: Parts) -> Iterator[ChatOutput]:
         """Read tokens one by one. What else there is comes with the last one, or alone if there is none."""
+        index, tokens, prompt_tokens, traces, end = parts
         for token in tokens[:-1]:
             yield self._read(index, [token], (), None, None)
         yield self._read(index, tokens[-1:], prompt_tokens, traces, end)
