@@ -5,12 +5,10 @@ are shown. A client that sends `Prefer: handling=strict` (RFC 7240) gets an erro
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
-
-from service.request_notes import notes_of
 
 HEADER = b"x-ignored-fields"
 MAX_TEXT = 1024  # characters of the header; some proxies accept 4 KiB of headers in all
@@ -23,14 +21,8 @@ def is_strict(scope: Scope, strict_fields: bool) -> bool:
     return strict_fields or STRICT.search(", ".join(Headers(scope=scope).getlist("prefer"))) is not None
 
 
-def note_ignored(scope: Scope, paths: Iterable[str]) -> None:
-    """Add fields to those that a request has left out."""
-    notes_of(scope).ignored_fields.extend(paths)
-
-
-def ignored_text(scope: Scope) -> str:
-    """The paths, separated by commas; of many, the last ones are only counted. Empty if no field was left out."""
-    paths = notes_of(scope).ignored_fields
+def ignored_text(paths: Sequence[str]) -> str:
+    """Join the paths with commas; of many, the last ones are only counted."""
     shown: list[str] = []
     length = 0
     for path in paths:

@@ -7,8 +7,6 @@ line has the request id itself.
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -29,22 +27,8 @@ class RequestIds:
     span_id: str | None = None
 
 
-_CURRENT: ContextVar[RequestIds | None] = ContextVar("request_ids", default=None)
-
-
-def current_ids() -> RequestIds | None:
-    """The ids of the request that is being handled; None outside of requests, such as in a step of many requests."""
-    return _CURRENT.get()
-
-
-@contextmanager
-def handling(ids: RequestIds) -> Iterator[None]:
-    """Handle a request in this block: log lines of its task, and of the tasks that it starts, have its ids."""
-    token = _CURRENT.set(ids)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
+# The ids of the request that a task, or a task that started it, handles; None in a step of many requests.
+current_ids: ContextVar[RequestIds | None] = ContextVar("request_ids", default=None)
 
 
 class TextFormatter(logging.Formatter):
@@ -90,7 +74,7 @@ class JsonFormatter(logging.Formatter):
 def ids_of(record: logging.LogRecord) -> RequestIds | None:
     """The ids of the request that a line is about."""
     ids: RequestIds | None = getattr(record, "request_ids", None)
-    return ids or current_ids()
+    return ids or current_ids.get()
 
 
 def _encodable(text: str) -> str:

@@ -15,8 +15,8 @@ from service.http.disconnects import unless_disconnected
 from service.http.errors import ApiError, timed_out
 from service.http.openai_schemas import Nullable, check_implemented
 from service.http.schemas import AdaptedRequest, ModelRequest
-from service.ignored_fields import is_strict, note_ignored
-from service.request_notes import notes_of
+from service.ignored_fields import is_strict
+from service.request_notes import RequestNotes, notes_of
 from service.state import State, find_adapter, get_engine, served_checkpoint
 from service.vectors import VectorStore
 
@@ -43,21 +43,25 @@ class RouteCall:
         return ModelCall(self.request, self.state, self.vectors, checkpoint, adapter, arrived=self.arrived)
 
     @property
+    def notes(self) -> RequestNotes:
+        return notes_of(self.request.scope)
+
+    @property
     def reservation(self) -> Reservation:
         """The memory that the request holds until its response is sent."""
-        reservation = notes_of(self.request.scope).reservation
+        reservation = self.notes.reservation
         assert reservation is not None, "gate.py makes one for each request"
         return reservation
 
     def note_tokens(self, num_prompt: int, num_generated: int = 0) -> None:
         """Set the numbers of tokens in the log line of the request."""
-        notes_of(self.request.scope).num_tokens = num_prompt, num_generated
+        self.notes.num_tokens = num_prompt, num_generated
 
     def leave_out(self, paths: Sequence[str], error: Callable[[str], ApiError]) -> None:
         """Note fields that have no effect. If the client or the settings are strict, raise the error of the first."""
         if paths and is_strict(self.request.scope, self.state.settings.strict_fields):
             raise error(paths[0])
-        note_ignored(self.request.scope, paths)
+        self.notes.ignored_fields += paths
 
     @contextmanager
     def renamed(self, rename: Callable[[str], str]) -> Iterator[None]:
@@ -65,7 +69,7 @@ class RouteCall:
 
         It is for a route that converts its body to that of another route.
         """
-        paths = notes_of(self.request.scope).ignored_fields
+        paths = self.notes.ignored_fields
         num_before = len(paths)
         try:
             yield

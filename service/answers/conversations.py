@@ -18,7 +18,6 @@ from service.answers.tools_as_text import in_system_message, without_tools
 from service.http.bodies import check_values, max_values
 from service.http.errors import invalid, invalid_field
 from service.http.openai_schemas import ChatRequest, JsonObject, Message, check_implemented
-from service.ignored_fields import note_ignored
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 # Reasoning of earlier answers, which chat templates do not show again, as parts of other APIs.
@@ -58,7 +57,7 @@ async def conversation_ids(
         check_arguments(body.messages, max_values(call.state.settings.max_body_bytes))
         ignored: list[str] = []
         messages = [read_message(message, index, ignored) for index, message in enumerate(body.messages)]
-        note_ignored(call.request.scope, ignored)
+        call.notes.ignored_fields += ignored
         definitions = tools.definitions
         if not template.uses("tools"):
             if template.uses("xml_tools"):  # of SmolLM3
@@ -88,7 +87,7 @@ async def conversation_ids(
         except InvalidField:
             effort = variables.pop("reasoning_effort", None)  # templates refuse values that they do not know
             if effort is not None and body.reasoning_effort is not None:
-                note_ignored(call.request.scope, ["reasoning_effort"])
+                call.notes.ignored_fields.append("reasoning_effort")
             elif not replace_broken_arguments(messages):
                 raise
             return encode_messages()

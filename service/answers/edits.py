@@ -26,7 +26,6 @@ from service.answers.source_passes import check_sources, run_sources, source_key
 from service.http import edit_schemas as schemas
 from service.http.encoding import to_json
 from service.http.errors import invalid
-from service.request_notes import notes_of
 
 Operand = Tensor | Mapping[str, Tensor]
 Run = tuple[Sequence[int], float | None]
@@ -175,7 +174,7 @@ async def bind_edits(
     The edited passes compute at most `max_step_tokens` positions at a time. Equal plans and equal passes are computed
     once. Raises 413 if a pass is too large, and the errors of `run_sources`.
     """
-    notes_of(call.request.scope).is_edited = True
+    call.notes.is_edited = True
     sources = {source_key(each): each for plan in plans for each in plan.sources}
     check_scores(plans, call, max_step_tokens)
     check_sources(sources.values(), call)

@@ -32,7 +32,7 @@ from service.http.encoding import Encoding, to_json
 from service.http.errors import ApiError, unexpected
 from service.http.http_parser import ChunkWriter
 from service.http.sse import DONE, error_content, error_event
-from service.request_notes import notes_of, recorded_span
+from service.request_notes import recorded_span
 from service.request_stream import RequestStream
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Generation:
             elif self.edits[index // self.params.n] is not None:
                 reason = "the edited pass gives logits that are not finite; use smaller numbers"
                 output = replace(output, error=InvalidField("edits", reason))
-            elif notes_of(self.call.request.scope).hooks is not None:
+            elif self.call.notes.hooks is not None:
                 reason = "the hooked pass gives logits that are not finite; use smaller numbers"
                 output = replace(output, error=InvalidField("hooks", reason))
         if output.error is not None and not isinstance(output.error, (InvalidField, LostRank)):
@@ -205,7 +205,7 @@ class Generation:
             content = error_content(notes, generation_error(output.result.error))
             return write_error({"id": self.id, "choice": output.index} | content)
 
-        notes = notes_of(self.call.request.scope)
+        notes = self.call.notes
         if notes.chunk_writer is not None:
             self._stream.write_directly_with(partial(self._write_directly, notes.chunk_writer, events_of))
         try:
@@ -232,7 +232,7 @@ class Generation:
             return True
         except Exception:  # a bug; `batches` yields the output again, and `events` reports the error
             # The worker calls this outside of the request's task.
-            extra = {"request_ids": notes_of(self.call.request.scope).ids}
+            extra = {"request_ids": self.call.notes.ids}
             logger.exception("an event of generation %s was not written at once", self.id, extra=extra)
             return False
 

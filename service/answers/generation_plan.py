@@ -28,7 +28,6 @@ from service.answers.prompts import check_ids, param_of
 from service.answers.step_trace_answers import plan_trace, traced_stages
 from service.http.errors import invalid, invalid_field
 from service.http.generate_schemas import GenerationRequest
-from service.request_notes import notes_of
 from service.state import State, get_engine
 
 
@@ -185,7 +184,7 @@ class PromptPlanner:
                 adapter=self._call.adapter,
                 owner=self.id,
                 prefix_leader=f"{self.id}-0" if options.num_shared and index else None,
-                tap=notes_of(self._call.request.scope).hooks,  # None over HTTP
+                tap=self._call.notes.hooks,  # None over HTTP
             )
             self._engine.check(request)
         except InvalidField as error:

@@ -27,7 +27,6 @@ from service.answers.prompts import Prompt, param_of
 from service.answers.subject import Subject
 from service.http.errors import invalid
 from service.http.schemas import MAX_PROMPTS, EditedRequest
-from service.request_notes import notes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +156,7 @@ async def plan_prompts(inputs: PromptInputs, make_plan: MakePlan[Plan]) -> tuple
         raise invalid("edits", f"change the served model, but not the worked example {subject.name!r}; leave them out")
     elif inputs.scales is not None:
         raise invalid("scales", "multiply edits, which worked examples do not have; leave the field out")
-    hooks = notes_of(call.request.scope).hooks
+    hooks = call.notes.hooks
 
     def make_plans() -> tuple[list[Plan], Budget]:
         plans = []

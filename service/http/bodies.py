@@ -21,7 +21,8 @@ from service.http.disconnects import unless_disconnected
 from service.http.errors import MAX_NAMES, ApiError, invalid, join_some, wrong_shape
 from service.http.field_names import alternatives, check_names, known_part, leave_out_unknown
 from service.http.field_types import check_text
-from service.ignored_fields import is_strict, note_ignored
+from service.ignored_fields import is_strict
+from service.request_notes import notes_of
 
 INLINE_BYTES = 1 << 14  # larger bodies are parsed on another thread
 # What JSON writes for a lone surrogate, a NUL character, or a number that is not finite. Rare in other texts.
@@ -63,7 +64,7 @@ class JsonRoute(APIRoute):
             else:
                 job = state.worker.executors.run("bodies", lambda: parse(content, model, limit, ignored))
                 body = await unless_disconnected(request, job)
-            note_ignored(request.scope, ignored or ())
+            notes_of(request.scope).ignored_fields += ignored or ()
             return await handle(ParsedRequest(request.scope, request.receive, body))
 
         return handle_json

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.http.gate import OPERATION_PATHS, PAGE_PATH
 from service.ignored_fields import HEADER as IGNORED_HEADER
 from service.ignored_fields import ignored_text
-from service.log_format import RequestIds, handling
+from service.log_format import RequestIds, current_ids
 from service.metrics import Metrics
 from service.request_notes import notes_of
 
@@ -81,27 +81,27 @@ class RequestReports:
             ids = RequestIds(ids.request_id, span.trace_id, span.span_id)
             headers += [(name, span.traceparent.encode()) for name in (b"traceparent", b"traceresponse")]
         notes.ids = ids
+        current_ids.set(ids)  # each request has a task, so nothing has to be reset
 
         async def send_and_note(message: Message) -> None:
             if message["type"] == "http.response.start":
-                outcome.status = message["status"]
+                outcome.status, notes.has_response = message["status"], True
                 message["headers"] = [*message.get("headers", ()), *headers]
-                if ignored := ignored_text(scope):
-                    message["headers"].append((IGNORED_HEADER, ignored.encode()))
+                if notes.ignored_fields:
+                    message["headers"].append((IGNORED_HEADER, ignored_text(notes.ignored_fields).encode()))
             elif message["type"] == "http.response.body":
                 outcome.is_complete = not message.get("more_body", False)
             await send(message)
 
-        with handling(ids):
-            try:
-                await self.app(scope, receive, send_and_note)
-            except Exception as error:  # a bug after the response has begun; the server closes the connection
-                outcome.failure = type(error).__name__
-                raise
-            finally:
-                outcome.method, outcome.route = method_label(scope), route_label(scope, self._paths)
-                outcome.seconds = time.perf_counter() - start
-                self._report(scope, outcome)
+        try:
+            await self.app(scope, receive, send_and_note)
+        except Exception as error:  # a bug after the response has begun; the server closes the connection
+            outcome.failure = type(error).__name__
+            raise
+        finally:
+            outcome.method, outcome.route = method_label(scope), route_label(scope, self._paths)
+            outcome.seconds = time.perf_counter() - start
+            self._report(scope, outcome)
 
     def _report(self, scope: Scope, outcome: Outcome) -> None:
         notes = notes_of(scope)
@@ -147,9 +147,9 @@ def log_request(scope: Scope, outcome: Outcome, level: int) -> None:
     if num_tokens is not None:
         fields |= {"prompt_tokens": num_tokens[0], "generated_tokens": num_tokens[1]}
     fields["duration_ms"] = round(milliseconds, 1)
-    ignored = ignored_text(scope).replace(", ", ",")
-    if ignored:
-        fields["ignored_fields"] = ignored
+    ignored = ""
+    if notes.ignored_fields:
+        fields["ignored_fields"] = ignored = ignored_text(notes.ignored_fields).replace(", ", ",")
     logger.log(
         level,
         "%s %s %d%s ms=%.1f id=%s%s",

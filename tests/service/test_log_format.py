@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.log_format import JsonFormatter, RequestIds, TextFormatter, current_ids, handling
+from service.log_format import JsonFormatter, RequestIds, TextFormatter, current_ids
 from tests.service.running import PATIENCE_SECONDS, ROOT, Running, process, wait_until
 
 IDS = RequestIds("mine", "1" * 32, "2" * 16)
@@ -44,22 +44,23 @@ def test_a_json_line_has_time_level_logger_and_message() -> None:
 
 
 def test_lines_of_a_request_have_its_ids_in_both_formats() -> None:
-    with handling(IDS):
-        line = as_json(record())
-        text = TextFormatter().format(record())
+    token = current_ids.set(IDS)
+    line = as_json(record())
+    text = TextFormatter().format(record())
+    current_ids.reset(token)
     assert (line["request_id"], line["trace_id"], line["span_id"]) == ("mine", "1" * 32, "2" * 16)
     assert text.endswith(f" WARNING a message id=mine trace={'1' * 32}")
-    assert current_ids() is None
     assert "request_id" not in as_json(record())
     assert TextFormatter().format(record()).endswith(" WARNING a message")
 
 
 def test_ids_that_a_caller_passes_take_precedence_and_an_id_is_written_once() -> None:
-    with handling(RequestIds("other")):
-        passed = record("GET / 200 id=mine", request_ids=IDS, request_fields={"status": 200})
-        assert as_json(passed)["request_id"] == "mine"
-        assert as_json(passed)["status"] == 200
-        assert TextFormatter().format(passed).endswith(f"GET / 200 id=mine trace={'1' * 32}")
+    token = current_ids.set(RequestIds("other"))
+    passed = record("GET / 200 id=mine", request_ids=IDS, request_fields={"status": 200})
+    line, text = as_json(passed), TextFormatter().format(passed)
+    current_ids.reset(token)
+    assert (line["request_id"], line["status"]) == ("mine", 200)
+    assert text.endswith(f"GET / 200 id=mine trace={'1' * 32}")
 
 
 def test_an_exception_is_one_field_and_its_lines_stay_in_it() -> None:

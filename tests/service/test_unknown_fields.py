@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.ignored_fields import MAX_TEXT, ignored_text, is_strict, note_ignored
+from service.ignored_fields import MAX_TEXT, ignored_text, is_strict
 from tests.service.checkpoints import write_checkpoint
 from tests.service.running import Running, Start, read_events, running, wait_until
 
@@ -184,14 +184,10 @@ def test_a_refused_request_names_them_as_well(tiny: Running) -> None:
 
 
 def test_names_of_clients_cannot_break_the_header_or_the_log() -> None:
-    scope: dict[str, Any] = {}
-    note_ignored(scope, ["messages.0.a\r\nSet-Cookie: b=c", "naïve, x", "a" * 500])
-    assert ignored_text(scope) == f"messages.0.a__Set-Cookie__b_c, na_ve__x, {'a' * 100}"
-    short: dict[str, Any] = {}
-    note_ignored(short, ["a", ""])
-    assert ignored_text(short) == "a, _"  # a header value cannot end with a space
-    note_ignored(scope, [f"messages.{index}.id" for index in range(1000)])
-    text = ignored_text(scope)
+    paths = ["messages.0.a\r\nSet-Cookie: b=c", "naïve, x", "a" * 500]
+    assert ignored_text(paths) == f"messages.0.a__Set-Cookie__b_c, na_ve__x, {'a' * 100}"
+    assert ignored_text(["a", ""]) == "a, _"  # a header value cannot end with a space
+    text = ignored_text([*paths, *(f"messages.{index}.id" for index in range(1000))])
     assert len(text) <= MAX_TEXT + 20
     assert text.endswith("more")
     assert int(text.split()[-2]) + len(text.split(", ")) == 1003

@@ -30,7 +30,6 @@ from service.http.attribute_schemas import PatchingRequest
 from service.http.encoding import to_json
 from service.http.errors import ApiError, draining, timed_out, unexpected
 from service.http.sse import DONE, EventStream, error_content, error_event, event
-from service.request_notes import notes_of
 from service.request_stream import RequestStream
 from service.state import get_engine
 
@@ -103,10 +102,10 @@ class SweepRun:
                         yield event(results.SweepCells(tuple(group)))
             yield event(results.SweepEnd(len(plan.cells), results.AttributionTimings(*self._timings())))
         except ApiError as error:
-            yield error_event(error_content(notes_of(plan.question.request.scope), error))
+            yield error_event(error_content(plan.question.notes, error))
         except Exception as error:  # a bug; the status line is already sent, so the stream has to report it
             logger.exception("sweep %s failed", self._id)
-            yield error_event(error_content(notes_of(plan.question.request.scope), unexpected(error)))
+            yield error_event(error_content(plan.question.notes, unexpected(error)))
         yield DONE
 
     def _timings(self) -> tuple[float, float]:

@@ -46,7 +46,6 @@ from service.http.encoding import json_response
 from service.http.errors import anthropic_error
 from service.http.openapi import MESSAGE_EVENT, also, error_answers
 from service.http.sse import EventStream, event
-from service.ignored_fields import note_ignored
 from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["anthropic"])
@@ -90,7 +89,7 @@ async def convert(body: ConversationRequest, call: ModelCall) -> ChatConversion:
         conversion = ChatConversion(body)
     else:
         conversion = await call.state.worker.executors.run("bodies", lambda: ChatConversion(body))
-    note_ignored(call.request.scope, conversion.left_out)
+    call.notes.ignored_fields += conversion.left_out
     return conversion
 
 
