@@ -228,8 +228,10 @@ class Engine:
         short_length = scaling.original_max_positions if scaling is not None and has_lengths else sys.maxsize
         # Sequences share blocks only if their keys depend on the same.
         salts = request.cache_salt, None if request.adapter is None else self._adapters[request.adapter].digest
-        # Traces do not count where bits depend on which sequences share a step: they would change the tokens.
-        extra_costs = ExtraCosts(request, self._model.config, traces=self._model.batch_invariant)
+        extra_costs = None
+        if request.edits is not None or request.trace is not None or request.params.prompt_logprobs is not None:
+            # Traces do not count where bits depend on which sequences share a step: they would change the tokens.
+            extra_costs = ExtraCosts(request, self._model.config, traces=self._model.batch_invariant)
         leaders = self._requests.get(request.prefix_leader or "")
         leader = None if leaders is None else leaders[0].sequence
         for index in range(request.params.n):

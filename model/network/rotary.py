@@ -119,21 +119,22 @@ class Rotations:
     """The rotations of all layers in one pass: local layers, those with a window, may have a base of their own."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._config = config
-        self._shared = RotaryPositions(config.rotary_dim, config.rope_theta, config.rope_scaling)
+        shared = RotaryPositions(config.rotary_dim, config.rope_theta, config.rope_scaling)
         theta = config.local_rope_theta
-        self._local = None if theta is None else RotaryPositions(config.rotary_dim, theta, None)
+        local = shared if theta is None else RotaryPositions(config.rotary_dim, theta, None)
+        layers = range(config.num_layers)
+        of_layers = [shared if config.window_of(layer) is None else local for layer in layers]
+        self._of_layers = [
+            each if config.rotates(layer) else None for layer, each in zip(layers, of_layers, strict=True)
+        ]
 
     def __call__(
         self, positions: Tensor, lengths: Tensor, dtype: torch.dtype, ops: NetworkOps
     ) -> list[Rotation | None]:
         """The rotation of each layer; None for a layer that rotates nothing. `positions` and `lengths` are (T,)."""
-        config = self._config
-        shared = self._shared(positions, dtype, ops, lengths)
-        local = shared if self._local is None else self._local(positions, dtype, ops)
-        layers = range(config.num_layers)
-        of_layers = [local if config.window_of(layer) is not None else shared for layer in layers]
-        return [rotation if config.rotates(layer) else None for layer, rotation in zip(layers, of_layers, strict=True)]
+        distinct = [each for each in dict.fromkeys(self._of_layers) if each is not None]
+        rotations = {each: each(positions, dtype, ops, lengths) for each in distinct}
+        return [None if each is None else rotations[each] for each in self._of_layers]
 
 
 def sinusoidal_positions(positions: Tensor, d_model: int) -> Tensor:

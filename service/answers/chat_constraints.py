@@ -38,7 +38,7 @@ def chat_constraint(body: ChatRequest, tools: OfferedTools, form: Form, tokenize
     if (has_one_call or any(function.is_strict for function in offered)) and body.structured_outputs is None:
         rules = lines(free_text(form), *call_rules(form, offered, several=several))
         return lambda grammars: grammars.lark("tools", rules, argument_schemas(offered), json_begin(form))
-    return structured_output(body.structured_outputs)
+    return None if body.structured_outputs is None else structured_output(body.structured_outputs)
 
 
 def lines(*rules: str) -> str:

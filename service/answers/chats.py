@@ -39,7 +39,8 @@ async def start_chat(body: ChatRequest, call: ModelCall, id_prefix: str) -> Chat
         body = body.model_copy(update={"stop": []})  # a stop string could end the text inside the call
     ids = await conversation_ids(body, tools, call, template)
     thinking = find_thinking(source, ids, body, checkpoint.tokenizer)
-    constraint = await compile_constraint(call, chat_constraint(body, tools, form, checkpoint.tokenizer))
+    compile_one = chat_constraint(body, tools, form, checkpoint.tokenizer)
+    constraint = None if compile_one is None else await compile_constraint(call, compile_one)
     if constraint is not None and thinking is not None and checkpoint.tokenizer is not None:
         constraint = thinking.constrained(constraint, checkpoint.tokenizer)
     generation = await start_generation(Inputs(call, body, options, [ids], constraint))

@@ -20,10 +20,8 @@ FIELD = "structured_outputs"
 LOG = logging.getLogger(__name__)
 
 
-def structured_output(asked: StructuredOutputs | None) -> Compile | None:
-    """How to compile the `structured_outputs` of a request; None if it has none."""
-    if asked is None:
-        return None
+def structured_output(asked: StructuredOutputs) -> Compile:
+    """How to compile the `structured_outputs` of a request."""
     if (schema := asked.json_schema) is not None:
         return lambda grammars: grammars.json_schema(f"{FIELD}.json", schema)
     if (pattern := asked.regex) is not None:
@@ -35,15 +33,13 @@ def structured_output(asked: StructuredOutputs | None) -> Compile | None:
     return lambda grammars: grammars.grammar(f"{FIELD}.grammar", text)
 
 
-async def compile_constraint(call: RouteCall, compile_one: Compile | None) -> Constraint | None:
-    """Compile a constraint outside of the event loop; None if the request has none.
+async def compile_constraint(call: RouteCall, compile_one: Compile) -> Constraint:
+    """Compile a constraint outside of the event loop.
 
     A slow one is given up after a fraction of a second, and compiled again on a second thread, so that it delays only
     other slow ones. Raises 400 that names the field and the reason for one that is invalid or too expensive, 429 if too
     many wait, and 503 if the process that reads grammars was killed.
     """
-    if compile_one is None:
-        return None
     quick, slow, worker = call.state.grammars, call.state.slow_grammars, call.state.worker
     if quick is None or slow is None:
         raise invalid(FIELD, "this checkpoint has no tokenizer.json, so there is no text to constrain", "no_tokenizer")

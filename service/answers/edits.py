@@ -247,9 +247,9 @@ def find_vector(call: ModelCall, vector: str | list[Any] | schemas.EncodedTensor
     return call.vectors.find(vector, param) if isinstance(vector, str) else read_vector(vector, param)
 
 
-def check_baseline(baseline: bool, edits: Sequence[schemas.Edit]) -> None:
+def check_baseline(edits: Sequence[schemas.Edit]) -> None:
     """Raise 400 for a baseline without edits."""
-    if baseline and not edits:
+    if not edits:
         raise invalid("baseline", "compares with the run without edits, but there are no edits; send edits")
 
 

@@ -92,7 +92,8 @@ class ForwardPlanner:
     ) -> None:
         if as_safetensors and body.encoding == "base64":
             raise invalid("encoding", "base64 is for JSON answers; leave the field out to get safetensors")
-        check_baseline(body.baseline, body.edits)
+        if body.baseline:
+            check_baseline(body.edits)
         self._targets = split_targets(body, num_prompts, is_list)
         self._body, self._subject, self._is_list, self._as_safetensors = body, subject, is_list, as_safetensors
 

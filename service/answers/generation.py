@@ -88,7 +88,8 @@ class Generation:
 
     def edit_answers(self, index: int) -> tuple[AppliedEdit, ...]:
         """Describe what the edits of a choice matched."""
-        return describe_edits(self._edit_plans[index // self.params.n])
+        plan = self._edit_plans[index // self.params.n]
+        return () if plan is None else describe_edits(plan)
 
     def close(self) -> None:
         """Cancel the choices that have not ended. Also called when the client disconnects."""

@@ -20,6 +20,7 @@ from model.text.transcript import GenerationParams
 from model.tracing.edits import EditPlan
 from service.answers.budget import Budget, total
 from service.answers.call import ModelCall
+from service.answers.constraints import compile_constraint, structured_output
 from service.answers.edits import EditPlanner, answer_bytes, bind_edits, read_edits
 from service.answers.generation_budget import make_budget
 from service.answers.generation_changes import make_changes_budget
@@ -59,13 +60,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A request to generate, as its route has read it. `options` have the final word over fields of `body`."""
+    """A request to generate, as its route has read it. `options` have the final word over fields of `body`.
+
+    `constraint` is that of a chat. Without one, the constraint is that of `body.structured_outputs`.
+    """
 
     call: ModelCall
     body: GenerationRequest
     options: Options
     prompts: Sequence[list[int]]
-    constraint: Constraint | None
+    constraint: Constraint | None = None
     scales: Sequence[float] | None = None  # of the edits, one for each prompt
 
 
@@ -88,11 +92,14 @@ async def plan_generation(inputs: Inputs) -> GenerationPlan:
 
     Raises 400 for a wrong field, and 413 for an answer that would be too large.
     """
-    call = inputs.call
-    scales: Sequence[float | None] = inputs.scales or [None] * len(inputs.prompts)
-    runs = list(zip(inputs.prompts, scales, strict=True))
-    edit_planner = await read_edits(inputs.body.edits, runs, call)
-    num_strings = num_preparations(inputs.body, len(inputs.prompts), edit_planner)
+    call, body, edit_planner = inputs.call, inputs.body, None
+    if inputs.constraint is None and body.structured_outputs is not None:
+        constraint = await compile_constraint(call, structured_output(body.structured_outputs))
+        inputs = replace(inputs, constraint=constraint)
+    if body.edits or inputs.scales is not None:
+        scales: Sequence[float | None] = inputs.scales or [None] * len(inputs.prompts)
+        edit_planner = await read_edits(body.edits, list(zip(inputs.prompts, scales, strict=True)), call)
+    num_strings = num_preparations(body, len(inputs.prompts), edit_planner)
     plan = await call.run_here_or_on_thread(num_strings, lambda: make_plan(inputs, edit_planner))
     plan.budget.check(call.state)
     edit_plans = [each for each in plan.edit_plans if each is not None]

@@ -10,7 +10,6 @@ from forwardscope.results import generations
 from model.engine.request import Output
 from model.text.transcript import TokenOutput
 from service.answers.call import model_call
-from service.answers.constraints import compile_constraint, structured_output
 from service.answers.edits import check_baseline
 from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation
 from service.answers.generation_changes import changes_answer
@@ -48,14 +47,15 @@ async def generate(body: GenerateRequest, request: Request, state: StateDep) -> 
         echo=body.echo,
         baseline=body.baseline,
     )
-    check_baseline(body.baseline, body.edits)
-    if body.baseline and body.stream:
-        raise invalid("baseline", "cannot be streamed, because the runs are compared at their end; leave out stream")
-    if body.baseline and body.scales is not None:
-        raise invalid("baseline", "is for one run of the edits; leave it out, and send 0 among the scales")
-    constraint = await compile_constraint(call, structured_output(body.structured_outputs))
+    if body.baseline:
+        check_baseline(body.edits)
+        if body.stream:
+            reason = "cannot be streamed, because the runs are compared at their end; leave out stream"
+            raise invalid("baseline", reason)
+        if body.scales is not None:
+            raise invalid("baseline", "is for one run of the edits; leave it out, and send 0 among the scales")
     prompts = [ids] * len(body.scales or [None])
-    generation = await start_generation(Inputs(call, body, options, prompts, constraint, body.scales))
+    generation = await start_generation(Inputs(call, body, options, prompts, scales=body.scales))
     if body.stream:
         return EventStream(generation.events(Events(generation)), on_close=generation.close)
     return await generation.respond_with(answer(generation, body.baseline))

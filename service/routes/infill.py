@@ -11,7 +11,6 @@ from model.text.fill_in_middle import middle_prompt, other_files
 from model.text.tokenizer import Tokenizer
 from model.text.transcript import TokenOutput
 from service.answers.call import ModelCall, model_call
-from service.answers.constraints import compile_constraint, structured_output
 from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation
 from service.answers.generation_plan import Inputs, Options
 from service.answers.openai_answers import TokenStrings, finish_reason
@@ -45,8 +44,7 @@ async def infill(body: InfillRequest, request: Request, state: StateDep) -> Resp
         logprobs=body.n_probs or None,
         field_names={"prompt": param, "max_tokens": "n_predict"},
     )
-    constraint = await compile_constraint(call, structured_output(body.structured_outputs))
-    generation = await start_generation(Inputs(call, body, options, [prompt], constraint))
+    generation = await start_generation(Inputs(call, body, options, [prompt]))
     writer = Writer(body, generation)
     if body.stream:
         return EventStream(generation.events(writer.events, done=b""), on_close=generation.close)

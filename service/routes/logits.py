@@ -71,7 +71,8 @@ class LogitsPlan(PromptPlan):
 )
 async def logits(body: LogitsRequest, request: Request, state: StateDep) -> Response:
     call, as_safetensors = model_call(body, request, state), wants_safetensors(request)
-    check_baseline(body.baseline, body.edits)
+    if body.baseline:
+        check_baseline(body.edits)
     vocab_size = call.checkpoint.model.config.vocab_size
     if body.top_k is not None and body.top_k > vocab_size:
         raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {vocab_size} tokens")

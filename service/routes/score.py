@@ -44,7 +44,7 @@ async def score(body: ScoreRequest, request: Request, state: StateDep) -> Respon
     )
     fields = GenerationRequest(edits=body.edits, cache_salt=body.cache_salt)
     prompts = [[*ids, *each] for each in continuations]
-    generation = await start_generation(Inputs(call, fields, options, prompts, None))
+    generation = await start_generation(Inputs(call, fields, options, prompts))
     return await generation.respond_with(answer(generation, len(ids)))
 
 

@@ -12,7 +12,6 @@ from forwardscope.results.openai import Completion, CompletionChoice, Completion
 from model.text.fill_in_middle import middle_prompt
 from model.text.transcript import End, TokenOutput
 from service.answers.call import ModelCall, model_call
-from service.answers.constraints import compile_constraint, structured_output
 from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation
 from service.answers.generation_plan import Inputs, Options
 from service.answers.openai_answers import (
@@ -46,8 +45,7 @@ async def completions(body: CompletionRequest, request: Request, state: StateDep
     call = model_call(body, request, state)
     options = read_options(body)
     prompts = await read_prompts(body, call)
-    constraint = await compile_constraint(call, structured_output(body.structured_outputs))
-    generation = await start_generation(Inputs(call, body, options, prompts, constraint))
+    generation = await start_generation(Inputs(call, body, options, prompts))
     writer = Writer(body, generation)
     if body.stream:
         return EventStream(generation.events(writer.events, writer.last_events), on_close=generation.close)

@@ -44,7 +44,7 @@ async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep) 
     ]
     options = Options(id_prefix="embd", max_tokens=0, pooling=pooling, field_names={"prompt": "input"})
     fields = GenerationRequest(edits=body.edits)
-    generation = await start_generation(Inputs(call, fields, options, prompts, None))
+    generation = await start_generation(Inputs(call, fields, options, prompts))
     return await generation.respond_with(answer(body, pooling, generation))
 
 
