@@ -1,11 +1,10 @@
 """The named vectors that edits may use: those that the operator has preloaded, and those that clients have sent.
 
-A request finds the vectors of a `snapshot` at its arrival, also if they are replaced or deleted afterwards. All
-methods are called on the event loop's thread.
+A request finds the vectors of a copy of the store, made at its arrival, also if they are replaced or deleted
+afterwards. All methods are called on the event loop's thread.
 """
 
 from collections.abc import Iterator, Mapping
-from copy import copy
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -28,7 +27,7 @@ class VectorStore:
 
     def __init__(self, max_uploaded: int) -> None:
         self._max_uploaded = max_uploaded
-        self._entries: Mapping[str, VectorEntry] = {}  # shared with snapshots, so it is replaced and never changed
+        self._entries: Mapping[str, VectorEntry] = {}  # shared with copies, so it is replaced and never changed
 
     def __iter__(self) -> Iterator[VectorEntry]:
         """All vectors, in the order of their names."""
@@ -75,10 +74,6 @@ class VectorStore:
             raise invalid("name", f"{name!r} is a vector of --vectors, which clients cannot change")
         self._entries = {other: each for other, each in self._entries.items() if other != name}
         return entry
-
-    def snapshot(self) -> "VectorStore":
-        """The vectors as they are now, which later changes of this store leave as they are."""
-        return copy(self)
 
     def find(self, name: str, param: str) -> Tensor | Mapping[str, Tensor]:
         """The vector that a request names: one tensor, or one for each stage. `file/tensor` names one tensor of a file.

@@ -62,7 +62,7 @@ THREADS = {
     "service.stored_prefixes",
     "service.worker",
 }
-POLICY = ("scheduler", "sequence", "block_pool", "step_budget", "prompt_lookup", "acceptance", "prefix_store")
+POLICY = ("scheduler", "sequence", "block_pool", "step_budget", "prompt_lookup", "prefix_store")
 
 
 def modules(package: str) -> list[Path]:

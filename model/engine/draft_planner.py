@@ -7,9 +7,8 @@ traces allow.
 
 from collections.abc import Callable, Sequence
 
-from model.engine.acceptance import Acceptance
 from model.engine.extra_time import ExtraTime
-from model.engine.prompt_lookup import MAX_DRAFT
+from model.engine.prompt_lookup import MAX_DRAFT, Acceptance
 from model.engine.sequence import SequenceState
 from model.engine.step_budget import StepBudget
 from model.engine.step_plan import ScheduledSequence, StepPlan

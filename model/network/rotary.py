@@ -122,10 +122,9 @@ class Rotations:
         shared = RotaryPositions(config.rotary_dim, config.rope_theta, config.rope_scaling)
         theta = config.local_rope_theta
         local = shared if theta is None else RotaryPositions(config.rotary_dim, theta, None)
-        layers = range(config.num_layers)
-        of_layers = [shared if config.window_of(layer) is None else local for layer in layers]
         self._of_layers = [
-            each if config.rotates(layer) else None for layer, each in zip(layers, of_layers, strict=True)
+            None if not config.rotates(layer) else shared if config.window_of(layer) is None else local
+            for layer in range(config.num_layers)
         ]
 
     def __call__(

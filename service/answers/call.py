@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -136,7 +137,7 @@ class ModelCall(RouteCall):
 
 def route_call(request: Request, state: State) -> RouteCall:
     """A request that has just arrived."""
-    return RouteCall(request, state, state.vectors.snapshot())
+    return RouteCall(request, state, copy(state.vectors))
 
 
 def model_call(body: ModelRequest, request: Request, state: State) -> ModelCall:

@@ -24,8 +24,6 @@ class BufferPool:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Like `torch.empty`, on the CPU. The buffer returns to the pool when no tensor shares its memory any more."""
         size = math.prod(shape) * dtype.itemsize
-        if size < LARGE:
-            return torch.empty(shape, dtype=dtype)
         buffer = self._take(size)
         lent = buffer.numpy()[:size]  # lives as long as the memory of the tensor is shared
         finalize(lent, self._give_back, buffer).atexit = False

@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from model.ops.cpu.buffer_pool import buffer_pool
+from model.ops.cpu.buffer_pool import LARGE, buffer_pool
 from model.ops.cpu.shared_layout import Argument, Kernel, Layout, load_checked
 
 if TYPE_CHECKING:
@@ -111,4 +112,7 @@ def is_recording() -> bool:
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialized tensor for the output of a kernel. During a recording, it lies in the recording's memory."""
     recording = CURRENT.get()
-    return buffer_pool.empty(shape, dtype) if recording is None else recording.empty(shape, dtype)
+    if recording is not None:
+        return recording.empty(shape, dtype)
+    is_large = math.prod(shape) * dtype.itemsize >= LARGE
+    return buffer_pool.empty(shape, dtype) if is_large else torch.empty(shape, dtype=dtype)

@@ -7,6 +7,7 @@ import torch
 
 from model.ops.cpu import buffer_pool
 from model.ops.cpu.buffer_pool import LARGE, BufferPool
+from model.ops.cpu.launch import empty
 
 NUMBERS = LARGE // 4
 
@@ -35,8 +36,14 @@ def test_a_tensor_that_fits_no_idle_buffer_gets_new_memory() -> None:
     larger, smaller = pool.empty((4 * NUMBERS + 1,), torch.float32), pool.empty((2 * NUMBERS - 1,), torch.float32)
     assert pool.num_idle_bytes == 4 * LARGE
     assert (larger.numel(), smaller.numel()) == (4 * NUMBERS + 1, 2 * NUMBERS - 1)
-    pool.empty((NUMBERS - 1,), torch.float32)  # not large, so not from the pool
-    assert pool.num_idle_bytes == 4 * LARGE
+
+
+def test_only_outputs_of_kernels_that_are_large_are_from_the_pool() -> None:
+    before = buffer_pool.buffer_pool.num_idle_bytes
+    empty((NUMBERS - 1,), torch.float32)
+    assert buffer_pool.buffer_pool.num_idle_bytes == before
+    empty((64 * NUMBERS,), torch.float32)  # as large as all idle buffers may be, so it displaces the others
+    assert buffer_pool.buffer_pool.num_idle_bytes == buffer_pool.MAX_IDLE
 
 
 def test_idle_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
