@@ -8,6 +8,7 @@ allocated for weights.
 import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ class Checkpoint:
         names = {(each.format if isinstance(each, PackedGroups) else each).name for each in layers.values()}
         return names.pop() if len(names) == 1 else "auto"
 
-    @property
+    @cached_property
     def stages(self) -> list[Stage]:
         """Every stage of a pass, with those of adapters if there are any."""
         return stages_of(self.model.config, adapters=bool(self.adapters))

@@ -150,12 +150,12 @@ async def plan_prompts(inputs: PromptInputs, make_plan: MakePlan[Plan]) -> tuple
     params = [param_of("prompt", index, inputs.is_list) for index in range(len(inputs.prompts))]
     ids = [await subject.read_prompt(call, prompt, param) for prompt, param in zip(inputs.prompts, params, strict=True)]
     edit_planner = None
-    if (model_call := subject.model_call(call)) is not None:
+    if edits or inputs.scales is not None:
+        if (model_call := subject.model_call(call)) is None:
+            param = "edits" if edits else "scales"
+            reason = f"cannot change the worked example {subject.name!r}, only the served model; leave the field out"
+            raise invalid(param, reason)
         edit_planner = await read_edits(edits, list(product(ids, scales)), model_call)
-    elif edits:
-        raise invalid("edits", f"change the served model, but not the worked example {subject.name!r}; leave them out")
-    elif inputs.scales is not None:
-        raise invalid("scales", "multiply edits, which worked examples do not have; leave the field out")
     hooks = call.notes.hooks
 
     def make_plans() -> tuple[list[Plan], Budget]:

@@ -240,7 +240,7 @@ def test_too_many_edits_are_refused(tiny: Running) -> None:
 def test_worked_examples_take_no_edits(tiny: Running) -> None:
     response = tiny.post("/forward", {"prompt": "AI rocks", "model": "ai-rocks", "edits": [edit(stage="embed")]})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "edits")
-    assert "change the served model" in response.json()["error"]["message"]
+    assert "cannot change the worked example" in response.json()["error"]["message"]
 
 
 # What the routes compute
