@@ -1,24 +1,15 @@
 """The fields of a request to `/v1/*` that were left out: named in a response header and in the log, and counted.
 
 A field is named by its path, such as `messages.1.parsed`. Clients choose the names, so only plain characters of them
-are shown. A client that sends `Prefer: handling=strict` (RFC 7240) gets an error instead.
+are shown. A strict client (`is_strict` in http/bodies.py) gets an error instead.
 """
 
 import re
 from collections.abc import Sequence
 
-from starlette.datastructures import Headers
-from starlette.types import Scope
-
 HEADER = b"x-ignored-fields"
 MAX_TEXT = 1024  # characters of the header; some proxies accept 4 KiB of headers in all
-STRICT = re.compile(r"\bhandling=strict\b", re.I)
 OTHER_CHARACTERS = re.compile(r"[^A-Za-z0-9_.$-]")
-
-
-def is_strict(scope: Scope, strict_fields: bool) -> bool:
-    """Whether fields that have no effect are errors: by the setting `strict_fields`, or because the client asks."""
-    return strict_fields or STRICT.search(", ".join(Headers(scope=scope).getlist("prefer"))) is not None
 
 
 def ignored_text(paths: Sequence[str]) -> str:

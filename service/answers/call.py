@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 
 from model.checkpoints.load import Checkpoint
+from service.http.bodies import is_strict
 from service.http.buffers import Reservation
 from service.http.disconnects import unless_disconnected
 from service.http.errors import ApiError, timed_out
 from service.http.openai_schemas import Nullable, check_implemented
 from service.http.schemas import AdaptedRequest, ModelRequest
-from service.ignored_fields import is_strict
 from service.request_notes import RequestNotes, notes_of
 from service.state import State, find_adapter, get_engine, served_checkpoint
 from service.vectors import VectorStore

@@ -15,13 +15,14 @@ from typing import Any, get_args
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, RootModel, ValidationError
+from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from model.errors import shortened
 from service.http.disconnects import unless_disconnected
 from service.http.errors import MAX_NAMES, ApiError, invalid, join_some, wrong_shape
 from service.http.field_names import alternatives, check_names, known_part, leave_out_unknown
 from service.http.field_types import check_text
-from service.ignored_fields import is_strict
 from service.request_notes import notes_of
 
 INLINE_BYTES = 1 << 14  # larger bodies are parsed on another thread
@@ -30,6 +31,7 @@ UNUSUAL = re.compile(rb"\\u(0000|[dD][89a-fA-F])|NaN|Infinity|[eE]\+?\d{3}|\d{20
 UNUSUAL_BYTES = 200  # the longest match
 PIECE = 1 << 18  # bytes that are searched at a time, so that other threads can run in between
 OPEN_ROUTES = ("/v1/", "/infill")  # other programs define what their clients send here
+STRICT = re.compile(r"\bhandling=strict\b", re.I)
 MAX_KEYS = 4096  # in one JSON object
 MAX_DIGITS = 1000  # in one number
 BYTES_PER_VALUE = 16  # a body may hold one JSON value per this many bytes of the largest allowed body
@@ -82,6 +84,14 @@ class ParsedRequest(Request):
 
     async def json(self) -> Any:
         return self._parsed
+
+
+def is_strict(scope: Scope, strict_fields: bool) -> bool:
+    """Whether fields that have no effect are errors: by the setting `strict_fields`, or because the client asks.
+
+    A client asks with `Prefer: handling=strict` (RFC 7240).
+    """
+    return strict_fields or STRICT.search(", ".join(Headers(scope=scope).getlist("prefer"))) is not None
 
 
 def check_content_type(content_type: str) -> None:
