@@ -33,7 +33,7 @@ class RequestNotes:
     num_tokens: tuple[int, int] | None = None
     """The tokens of the prompt and the generated ones (answers/call.py)."""
     has_response: bool = False
-    """Whether the response has begun (request_reports.py)."""
+    """Whether the response has begun (gate.py)."""
     is_edited: bool = False
     """Whether the request has edits (answers/edits.py)."""
     error_code: str | None = None

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from model.tracing.predictions import compute_loss
-from model.tracing.tap import Editor, Recorder
+from model.tracing.tap import Recorder
 from model.worked_examples import WORKED_EXAMPLES, Published, WorkedExample, compare, worked_example
 from model.worked_examples.comparison import Slip, StageComparison
 from model.worked_examples.published import Printed, half_unit
 from tests.conftest import shared
+from tests.editor import Editor
 
 NAMES = list(WORKED_EXAMPLES)
 ARTICLES = {

@@ -31,8 +31,6 @@ from model.network.transformer import Transformer
 from model.text.tokenizer import Tokenizer
 from model.text.transcript import End
 from model.tracing.edits import BoundEdits
-from model.tracing.hooks import Hooks
-from model.tracing.tap import check_tap
 
 logger = logging.getLogger(__name__)
 KEEP_ALIVE_SECONDS = 1.0
@@ -188,11 +186,6 @@ class Engine:
         if request.adapter is not None and request.adapter not in self._adapters:
             known = join_names(self._adapters) or "none"
             raise InvalidField("adapter", f"{shortened(request.adapter)} is not loaded; loaded: {known}")
-        if request.tap is not None and not isinstance(request.tap, Hooks):
-            try:
-                check_tap(request.tap, config)
-            except ValueError as error:
-                raise InvalidField("tap", str(error)) from None
         if request.edits is not None:
             self._check_edits(request, request.edits)
         if num_prompt + request.params.max_tokens > self.num_cache_tokens:

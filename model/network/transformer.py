@@ -25,7 +25,7 @@ from model.ops.interface import Backend, NetworkOps, Rotation
 from model.ops.quantization import QuantizedLinear
 from model.ops.torch_ops import TORCH
 from model.tracing.pauses import has_pauses, pause, pieces
-from model.tracing.tap import Probe, Tap, check_tap
+from model.tracing.tap import Probe, Tap
 
 
 def trainable_linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
@@ -217,8 +217,6 @@ class Transformer(nn.Module):
         if context is None:
             context = DenseContext(self.config, cache, ids.shape[1], ids.device, ops)
         probe = Probe(tap)
-        if tap is not None:
-            check_tap(tap, self.config)
 
         x = self.embed_tokens(ids, context.positions, probe)  # (B, T, C)
         rotations = None if self.rotary is None else self.rotary(context.positions, context.lengths, x.dtype, ops)

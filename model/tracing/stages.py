@@ -6,11 +6,11 @@ from the config and the length of the prompt, before the pass. This file does no
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from typing import Any, Protocol, get_args
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
 
-from model.config import ModelConfig, Placement
+from model.config import ModelConfig
 from model.tracing.globs import Names
 from model.tracing.stage_hints import stage_hint
 
@@ -116,16 +116,6 @@ def stages_of(config: ModelConfig, *, adapters: bool = False) -> list[Stage]:
     if config.has_final_norm:
         stages += norm_stages("ln_final", has_selected_rows=True)
     return [*stages, *OUTPUT_STAGES]
-
-
-@cache
-def known_names() -> frozenset[str]:
-    """The names of the stages of every kind of network, with 0 as the number of each block."""
-    plain = ModelConfig(vocab_size=2, d_model=2, num_layers=1, num_heads=1, d_mlp=2, positions="learned")
-    experts = {"num_experts": 2, "num_experts_per_token": 1, "d_expert": 2}
-    kinds: list[dict[str, Any]] = [{"norm_placement": each} for each in get_args(Placement)]
-    kinds += [{"qk_norm": "head", "positions": "rotary"}, {"positions": "rotary", **experts}]
-    return frozenset(stage.name for kind in kinds for stage in stages_of(replace(plain, **kind), adapters=True))
 
 
 class Widths(Protocol):

@@ -4,9 +4,8 @@ A tap is called with the name and value of each stage as soon as it is computed,
 that the tap returns: the network *offers* a stage to the tap. `Probe` is what the modules of a network see of a tap.
 """
 
-import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig
 from model.tracing.pauses import pause
-from model.tracing.stage_hints import stage_hint
-from model.tracing.stages import AFTER_LOGITS, Stage, known_names, stages_of
+from model.tracing.stages import Stage
 
-BLOCK = re.compile(r"^blocks\.\d+\.")
 Tap = Callable[[str, Tensor], Tensor]
 """(full stage name, value) -> the value with which the pass continues.
 
@@ -50,52 +46,14 @@ class Recorder:
         return tensor
 
 
-class Editor:
-    """A tap that replaces stages: `edits` maps a full stage name to a function of the tensor.
-
-    A name may be written as in TransformerLens, with `hook_`. A name that no network has is refused with `ValueError`,
-    and one that the network lacks when a pass begins. This tap is for code in the same process; edits that a request
-    declares are in `edits/`.
-    """
-
-    def __init__(self, edits: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
-        self._edits = {name.replace("hook_", ""): edit for name, edit in edits.items()}
-        known = known_names()  # and their ends, because a module of a network may run alone
-        known |= {name.split(".", count)[-1] for name in known for count in (1, 2, 3)}
-        self._require(known, (BLOCK.sub("blocks.0.", name) for name in self._edits))
-
-    def check(self, config: ModelConfig) -> None:
-        """Raise `ValueError` for a stage that a network with this config does not have."""
-        self._require({stage.name for stage in stages_of(config, adapters=True)}, self._edits)
-
-    def _require(self, known: Collection[str], names: Iterable[str]) -> None:
-        for name, place in zip(self._edits, names, strict=True):
-            if place in AFTER_LOGITS:
-                raise ValueError(f"{name!r} cannot be edited, because nothing depends on it")
-            if place not in known:
-                hint = stage_hint(place, sorted(known), lambda other: other in known)
-                raise ValueError(f"{name!r} is no stage that an Editor can change{f'; {hint}' if hint else ''}")
-
-    def wants(self, name: str) -> bool:
-        return name in self._edits
-
-    def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        return self._edits[name](tensor)
-
-
 class Chain:
-    """Several taps in order; each sees what the one before it returned. For example an `Editor`, then a `Recorder`."""
+    """Several taps in order; each sees what the one before it returned."""
 
     def __init__(self, *taps: Tap) -> None:
         self._taps = [(tap, wants_of(tap)) for tap in taps]
 
     def wants(self, name: str) -> bool:
         return any(wants(name) for _, wants in self._taps)
-
-    def check(self, config: ModelConfig) -> None:
-        """Let each tap refuse a network."""
-        for tap, _ in self._taps:
-            check_tap(tap, config)
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         for tap, wants in self._taps:
@@ -121,13 +79,6 @@ class EndingTap:
         if name == self._last:
             raise PassEnded
         return tensor
-
-
-def check_tap(tap: Tap, config: ModelConfig) -> None:
-    """Let a tap refuse a network: raise what its method `check` raises, if it has one."""
-    check = getattr(tap, "check", None)
-    if check is not None:
-        check(config)
 
 
 def wants_of(tap: Tap | None) -> Callable[[str], bool]:

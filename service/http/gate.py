@@ -259,6 +259,7 @@ def in_pieces(send: Send, notes: RequestNotes) -> Send:
     """
 
     async def send_pieces(message: Message) -> None:
+        notes.has_response = True
         content = message.get("body", b"")
         if len(content) <= PIECE:
             await send(message)

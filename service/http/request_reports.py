@@ -85,7 +85,7 @@ class RequestReports:
 
         async def send_and_note(message: Message) -> None:
             if message["type"] == "http.response.start":
-                outcome.status, notes.has_response = message["status"], True
+                outcome.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *headers]
                 if notes.ignored_fields:
                     message["headers"].append((IGNORED_HEADER, ignored_text(notes.ignored_fields).encode()))

@@ -26,7 +26,7 @@ from model.network.prepare import prepare_model
 from model.network.transformer import Transformer
 from model.ops.torch_ops import TORCH
 from model.tracing.stages import Stage, select, sizes_of, stages_of
-from model.tracing.tap import Editor
+from tests.editor import Editor
 from tests.tiny import CONFIGS, build, every_config, exact, quick, random_ids, write_reference
 
 TARGETS: tuple[Target, ...] = (LogitTarget(5, 8), LogitTarget(5, 6, minus=17), LossTarget([1, 2, None] * 3))

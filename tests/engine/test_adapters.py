@@ -19,7 +19,7 @@ from model.network.prepare import prepare_model
 from model.network.transformer import Transformer
 from model.tracing.selection import Selection
 from model.tracing.stages import select, stages_of
-from model.tracing.tap import Editor
+from tests.editor import Editor
 from tests.engine.driving import Drive, Result, alone, ask, new_engine, prompt, run
 from tests.tiny import CONFIGS, build, random_ids
 

@@ -8,7 +8,7 @@ from model.errors import InvalidField
 from model.network.transformer import Transformer
 from model.tracing.hooks import HookContext, Hooks
 from model.tracing.stages import stages_of
-from model.tracing.tap import Editor
+from tests.editor import Editor
 from tests.engine.driving import (
     Drive,
     alone,

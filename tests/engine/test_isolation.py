@@ -23,7 +23,8 @@ from model.text.transcript import End
 from model.tracing.hooks import Hooks
 from model.tracing.selection import Selection
 from model.tracing.stages import stages_of
-from model.tracing.tap import Editor, Tap
+from model.tracing.tap import Tap
+from tests.editor import Editor
 from tests.engine.driving import (
     Drive,
     Result,

@@ -44,7 +44,7 @@ from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits, Edit, plan_edits
 from model.tracing.selection import Selection
 from model.tracing.stages import select, stages_of
-from model.tracing.tap import Editor
+from tests.editor import Editor
 from tests.engine.driving import alone, ask, assert_equal, new_engine, prompt, run
 from tests.engine.other_rank import NETWORKS, ROOT, TIMEOUT, free_port, share_of, two_ranks
 from tests.tiny import CONFIGS, GPT2, build, random_ids, record

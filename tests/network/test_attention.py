@@ -15,7 +15,8 @@ from model.network.attention import DenseContext, probed_attention, trace_attent
 from model.ops.torch_attention import CausalMask, ScoreRule, apply_pattern, folded_attention, fused_attention
 from model.ops.torch_ops import TORCH, TorchNetworkOps
 from model.tracing.stages import PATTERN, Stage
-from model.tracing.tap import Chain, Editor, Probe, Recorder
+from model.tracing.tap import Chain, Probe, Recorder
+from tests.editor import Editor
 from tests.tiny import CONFIGS, ROUNDING
 
 SCALE = 0.4

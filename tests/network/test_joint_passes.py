@@ -10,7 +10,8 @@ from torch import Tensor
 from model.network.joint_passes import AdaptedNetwork, PromptPass, compute_passes
 from model.network.transformer import Transformer
 from model.tracing.stages import stages_of
-from model.tracing.tap import Chain, Editor, Recorder, Tap
+from model.tracing.tap import Chain, Recorder, Tap
+from tests.editor import Editor
 from tests.engine.test_adapters import random_adapters, served
 from tests.tiny import CONFIGS, build, random_ids
 

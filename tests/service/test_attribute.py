@@ -37,12 +37,12 @@ from model.network.float_copy import float_copy
 from model.network.transformer import Transformer
 from model.tracing.pauses import pause
 from model.tracing.stages import select, stages_of
-from model.tracing.tap import Editor
 from service.executors import Executors
 from service.http.errors import ApiError as HttpError
 from service.http.errors import ClientGone
 from service.settings import Settings
 from service.worker import Worker
+from tests.editor import Editor
 from tests.service.checkpoints import VOCAB_SIZE
 from tests.service.running import Running, Start, validate, wait_until
 

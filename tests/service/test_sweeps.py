@@ -23,11 +23,12 @@ from forwardscope.results.attributions import (
 )
 from model.analysis.attribution.gradients import run_target
 from model.tracing.stages import select, stages_of
-from model.tracing.tap import Chain, Editor
+from model.tracing.tap import Chain
 from service.answers import call
 from service.answers.call import RouteCall
 from service.http.errors import queue_full
 from service.worker import Worker
+from tests.editor import Editor
 from tests.service.running import Running, Start, read_events, validate, wait_until
 from tests.service.test_attribute import CORRUPTED, HALVE, PATCH, PROMPT, TARGET, attribute, halve, refuse
 

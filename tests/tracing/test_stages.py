@@ -20,7 +20,8 @@ from model.tracing.globs import Names
 from model.tracing.predictions import compute_loss
 from model.tracing.stage_hints import OTHER_NAMES, OTHER_OUTER_NAMES
 from model.tracing.stages import PATTERN, Stage, UnknownStage, select, sizes_of, stages_of
-from model.tracing.tap import Chain, Editor, Probe, Recorder
+from model.tracing.tap import Chain, Probe, Recorder
+from tests.editor import Editor
 from tests.tiny import BOTH_DTYPES, CONFIGS, ROUNDING, build, every_config, exact, random_ids, record
 
 LENGTH = 13

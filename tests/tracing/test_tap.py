@@ -1,6 +1,5 @@
 """Taps of a batch: each tap sees the rows of its own sequence, and every returned tensor is checked exactly once."""
 
-import re
 from collections import Counter
 
 import pytest
@@ -8,9 +7,9 @@ import torch
 from torch import Tensor
 
 from model.tracing import tap as taps
-from model.tracing.stages import Stage, known_names, stages_of
-from model.tracing.tap import BLOCK, BatchTap, Chain, Editor, Probe, Recorder, SequenceTap
-from tests.tiny import CONFIGS, build, every_config, random_ids
+from model.tracing.stages import Stage
+from model.tracing.tap import BatchTap, Chain, Probe, Recorder, SequenceTap
+from tests.editor import Editor
 
 STAGE = "blocks.0.mlp_out"
 
@@ -39,46 +38,6 @@ def test_each_returned_tensor_is_checked_once(monkeypatch: pytest.MonkeyPatch) -
     assert checked == {STAGE: 1}
     assert Probe(edited)(STAGE, torch.ones(1, 2)).tolist() == [[-1, -1]]
     assert checked == {STAGE: 2}
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("blocks.0.attn.patern", "attn.pattern"),
-        ("blocks.0.nothing", "is no stage that an Editor can change"),
-        ("blocks.0", "is no stage"),
-        ("blocks.*.attn.z", "is no stage"),
-        ("loss", "nothing depends on it"),
-        ("", "is no stage"),
-    ],
-)
-def test_an_editor_refuses_a_stage_that_no_network_has(name: str, hint: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(hint)):
-        Editor({name: torch.neg})
-
-
-@pytest.mark.parametrize("name", ["blocks.9.mlp_out", "pos_embed", "blocks.0.mlp.router_logits"])
-def test_an_editor_refuses_a_stage_that_the_network_lacks_before_the_pass(name: str) -> None:
-    model = build(CONFIGS["llama"])
-    calls: list[Tensor] = []
-    editor = Editor({name: lambda tensor: calls.append(tensor) or tensor})  # type: ignore[func-returns-value]
-    for tap in (editor, Chain(Recorder([]), editor)):
-        with pytest.raises(ValueError, match="is no stage that an Editor can change"):
-            model(random_ids(67, 3), tap=tap)
-    assert not calls
-
-
-def test_an_editor_takes_the_names_of_transformerlens() -> None:
-    model, ids = build(CONFIGS["llama"]), random_ids(67, 3)
-    edited = model(ids, tap=Editor({"blocks.0.attn.hook_z": torch.zeros_like}))
-    assert torch.equal(edited, model(ids, tap=Editor({"blocks.0.attn.z": torch.zeros_like})))
-    assert not torch.equal(edited, model(ids))
-
-
-@every_config
-def test_every_stage_of_every_network_is_known(name: str) -> None:
-    names = {BLOCK.sub("blocks.0.", stage.name) for stage in stages_of(CONFIGS[name], adapters=True)}
-    assert names <= known_names()
 
 
 def test_a_tap_sees_and_changes_only_the_rows_of_its_own_sequence() -> None:
