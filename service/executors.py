@@ -1,5 +1,5 @@
-"""The threads for texts, bodies, grammars, gradients, comparisons and weights: one for each kind of work beside the
-network.
+"""The threads for texts, answers, bodies, grammars, gradients, comparisons and weights: one for each kind of work
+beside the network.
 
 Neither the event loop nor the network waits for such work, and short work does not wait for long work.
 """
@@ -91,7 +91,7 @@ class Rests:
 
 
 class Executors:
-    """Runs jobs on the threads of `LANES`. All methods are called on the event loop's thread."""
+    """Runs jobs on the threads of `LANES`. All methods but `num_running` are called on the event loop's thread."""
 
     def __init__(self, settings: Settings, note_change: Callable[[], None], has_steps: Callable[[], bool]) -> None:
         """`note_change` is called when a job is added or has ended.

@@ -21,7 +21,7 @@ class RequestNotes:
     """The notes, each with the module that writes it."""
 
     chunk_writer: "ChunkWriter | None" = None
-    """Writes parts of a response to the connection (connections.py), for sse.py and answers/generation.py."""
+    """Writes parts of a response, for sse.py and answers/generation.py (connections.py makes it)."""
     span: RequestSpan | None = None
     """The span of the request, if there are spans, and it has one (request_reports.py)."""
     ids: RequestIds | None = None
@@ -41,7 +41,7 @@ class RequestNotes:
     hooks: Hooks | None = None
     """The functions of a caller in this process that read or change stages (in_process.py). None over HTTP."""
     liveness_bytes: bytes | None = None
-    """The bytes that the connection may send now to find out whether the client is still there (sse.py, gate.py)."""
+    """The bytes that the connection may send now to find out whether the client is still there (sse.py; gate.py)."""
 
 
 def notes_of(scope: Scope) -> RequestNotes:

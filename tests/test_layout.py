@@ -62,7 +62,10 @@ THREADS = {
     "service.stored_prefixes",
     "service.worker",
 }
-POLICY = ("scheduler", "sequence", "block_pool", "step_budget", "prompt_lookup", "prefix_store")
+POLICY = (
+    *("scheduler", "sequence", "block_pool", "step_plan", "step_budget", "extra_time", "prompt_lookup"),
+    *("draft_planner", "prefix_store"),
+)
 
 
 def modules(package: str) -> list[Path]:

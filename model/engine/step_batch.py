@@ -22,7 +22,7 @@ from model.tracing.edits.conditions import ConditionState
 
 @dataclass(eq=False)
 class StepSequence:
-    """One sequence in one step. The fields from `rows` on are filled in by `Runner.run` and `choose_tokens`, and the
+    """One sequence in one step. The fields from `final_rows` on are filled in by `Runner.run` and `choose_tokens`, and the
     error and the seconds also by `Engine` and `Continuation.advance`.
     """
 

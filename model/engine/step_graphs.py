@@ -7,8 +7,8 @@ There may be very many shapes: of customized steps, and of steps with drafts. So
 kept.
 
 A step with prompts is recorded when its shape occurs for the second time, on a CPU, if it is neither customized nor
-very large. The number of its tokens must be a multiple, as the scheduler makes it in steps that it limits; otherwise,
-there would be very many shapes. A recording has room for some more sequences, blocks and rows.
+very large. The number of its tokens must be a multiple of `TOKENS_MULTIPLE`: the scheduler sees to that where it limits
+a step, and otherwise there would be very many shapes. A recording has room for some more sequences, blocks and rows.
 """
 
 import logging

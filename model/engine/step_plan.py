@@ -57,8 +57,9 @@ class StepPlan:
     """One step. The blocks for all its tokens are allocated.
 
     `unwritten_blocks` are the last new block of each sequence. Attention may read such a block before it is full, while
-    it still holds values of other sequences. The earlier blocks of the sequence are full by then. Unless it is 0, all
-    drafts have `num_network_drafts` tokens, which a draft network has to replace, by as many or fewer.
+    it still holds values of other sequences. The earlier blocks of the sequence are full by then. If
+    `num_network_drafts` is not 0, each draft is a placeholder of so many tokens: a draft network then writes its own
+    tokens, as many or fewer.
     """
 
     sequences: list[ScheduledSequence]

@@ -123,7 +123,7 @@ class KVCache:
 class DenseContext:
     """The attention context of a batch of sequences of equal length, with a `KVCache` or without.
 
-    A sequence has as many tokens as the cache has room for, or without a cache as the pass has.
+    `lengths` are the tokens that a sequence will have: the capacity of the cache, or without one those of the pass.
     Raises `ValueError` if the positions exceed the config's `max_positions`.
     """
 

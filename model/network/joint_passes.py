@@ -65,7 +65,7 @@ class PromptPass:
 
     @property
     def transformer(self) -> Transformer | None:
-        """The network that computes this pass together with others; None: it computes the pass alone."""
+        """The network that can compute this pass together with others; None: the pass has to be computed alone."""
         network = self.network.model if isinstance(self.network, AdaptedNetwork) else self.network
         return network if isinstance(network, Transformer) and network.batch_invariant else None
 

@@ -1,6 +1,6 @@
 """Constrain the text of a sequence: which tokens its grammar allows next, as bitmasks.
 
-A `Constraint` is compiled once for a request (grammar.py), and all continuations of the request share it. Each
+A `Constraint` is compiled once for a request (grammar/), and all continuations of the request share it. Each
 continuation has a `GrammarState`, which depends only on the tokens that the continuation has generated.
 """
 

@@ -1,9 +1,9 @@
-"""Pauses of long work, so that other work can run in between: after each block, each traced stage, each piece of the
-logits, and each planned edit.
+"""Pauses of long work, so that other work can run in between: after each block, each traced stage, each piece of
+logits or of an answer, each edit that is planned, and the like.
 
-The thread that runs the work sets `PAUSE`, for it alone: the network thread of the service to a function that runs
-steps of the engine, its other threads to one that waits while there are such steps, or one that raises if nobody waits
-for the result any more. By default, there is none.
+`PAUSE` is set for this work alone: on the network thread of the service, to a function that runs steps of the engine;
+on its other threads, to one that waits while there are such steps, or one that raises if nobody waits for the result
+any more. By default, there is none.
 """
 
 from collections.abc import Callable, Iterator

@@ -22,7 +22,7 @@ from service.state import State, find_adapter, get_engine, served_checkpoint
 from service.vectors import VectorStore
 
 Result = TypeVar("Result")
-PAUSES = 3.0  # for other generations, times the work that delays them
+PAUSES = 3.0  # `give_way` leaves other generations so many times as long as the work that delayed them
 FEW_CHECKS = 16  # of stop strings, globs, prompts or edits, which take about a millisecond
 
 

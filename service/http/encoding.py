@@ -58,7 +58,7 @@ class Base64:
 def to_json(content: Any) -> bytes:
     """Encode as JSON; numpy arrays become nested lists. orjson writes the attributes of a result, which are its fields.
 
-    It leaves out attributes that begin with an underscore, and fields that are absent (see `SparseRecord`).
+    It leaves out attributes that begin with an underscore, and fields of a `Record` that have their default.
     """
     return orjson.dumps(content, default=as_json, option=orjson.OPT_SERIALIZE_NUMPY)
 

@@ -1,7 +1,7 @@
 """Types of fields that several JSON bodies share, and the base classes of bodies.
 
 Requests are strict: an unknown field, a boolean instead of a number, NaN, a NUL character or a lone surrogate is an
-error, and is never ignored.
+error, and is never ignored. Of unknown fields, the routes of other APIs leave out some (bodies.py).
 """
 
 from typing import Annotated, Any

@@ -254,8 +254,8 @@ def replayed(body: bytes, receive: Receive) -> Receive:
 def in_pieces(send: Send, notes: RequestNotes) -> Send:
     """Send long messages in pieces, each after the operating system has taken most of the earlier ones.
 
-    The connection then holds no second copy of a long response. Between the pieces of one message there is no probe
-    (the comment that sse.py allows between events), so that `Connection._probe` writes nothing in between.
+    The connection then holds no second copy of a long response. Between the pieces of one event, a stream must not
+    write the comment with which `Connection._probe` finds out whether the client is still there.
     """
 
     async def send_pieces(message: Message) -> None:

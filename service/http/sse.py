@@ -14,7 +14,7 @@ from service.http.http_parser import ChunkWriter
 from service.request_notes import RequestNotes, notes_of
 
 DONE = b"data: [DONE]\n\n"
-SHORT_FRAME = 1 << 16  # bytes; longer frames are sent in pieces, by `in_pieces` of gate.py
+SHORT_FRAME = 1 << 16  # bytes; longer frames go through the middleware, where `in_pieces` of gate.py divides large ones
 COMMENT = b":\n\n"  # an empty comment, which clients skip
 CHECKS = 8  # of a silent stream in each period of the keep-alive
 

@@ -1,1 +1,1 @@
-"""How the sequences of a step attend over the paged cache: one interface, three implementations."""
+"""How the sequences of a step attend over the paged cache: one interface, four implementations."""

@@ -1,4 +1,4 @@
-"""Run kernels on the thread pool, and allocate their outputs. While `Recording.run` runs, it gets each call, too."""
+"""Run kernels on the thread pool, and allocate their outputs. During `Recording.run`, each call is also recorded."""
 
 import ctypes
 import logging
