@@ -1,8 +1,8 @@
 """The thread that runs the network: steps of the engine and jobs, such as the pass of a POST /forward, alternate.
 
 Steps run also between the blocks of a long pass. A job gets its share of the time, as one request among those of the
-engine, but at least `LEAST_SHARE` and at most half. The event loop posts functions to the thread, which sends its results back once per
-step.
+engine, but at least `LEAST_SHARE` and at most half. The event loop posts functions to the thread, which sends its
+results back once per step.
 """
 
 import asyncio

@@ -22,8 +22,8 @@ from model.tracing.edits.conditions import ConditionState
 
 @dataclass(eq=False)
 class StepSequence:
-    """One sequence in one step. The fields from `final_rows` on are filled in by `Runner.run` and `choose_tokens`, and the
-    error and the seconds also by `Engine` and `Continuation.advance`.
+    """One sequence in one step. The fields from `final_rows` on are filled in by `Runner.run` and `choose_tokens`, and
+    the error and the seconds also by `Engine` and `Continuation.advance`.
     """
 
     scheduled: ScheduledSequence
