@@ -11,7 +11,7 @@ from model import __version__
 from model.network.ranks import Ranks
 from service.http.cors import Cors
 from service.http.documentation import add_documentation, add_schema
-from service.http.errors import install_error_handlers
+from service.http.errors import InternalErrors, install_error_handlers
 from service.http.gate import PAGE_PATH, Gate
 from service.http.openapi import API_KEY, error_answers
 from service.http.page_files import PageFiles
@@ -90,8 +90,9 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None,
         files = PageFiles()
         app.add_route("/", files.index, include_in_schema=False)
         app.mount(PAGE_PATH, files)
-    # A request passes those that are added last first: root path, reports, CORS, gate, and a route.
+    # A request passes those that are added last first: root path, reports, CORS, errors, gate, and a route.
     app.add_middleware(Gate, routes=app.routes, buffers=state.buffers, settings=settings)
+    app.add_middleware(InternalErrors)
     if settings.cors_origin:
         app.add_middleware(Cors, origins=settings.cors_origin)
     paths = {**app.openapi()["paths"], **({"/": {"get"}, PAGE_PATH: {"get"}} if settings.page else {})}

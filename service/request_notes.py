@@ -32,8 +32,6 @@ class RequestNotes:
     """The paths of the fields that were left out (ignored_fields.py)."""
     num_tokens: tuple[int, int] | None = None
     """The tokens of the prompt and the generated ones (answers/call.py)."""
-    has_response: bool = False
-    """Whether the response has begun (gate.py)."""
     is_edited: bool = False
     """Whether the request has edits (answers/edits.py)."""
     error_code: str | None = None

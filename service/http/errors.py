@@ -1,6 +1,7 @@
 """Error answers: all have the form `{"error": {"message", "type", "param", "code"}}`."""
 
 import json
+import logging
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -9,13 +10,15 @@ import torch
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from model.errors import ContextOverflow, InvalidField
 from model.network.ranks import LostRank
 from model.text.tokenizer import UnreadableText
 from service.http.known_routes import absent_route, allowed_methods, nearest_route
 from service.request_notes import notes_of
+
+logger = logging.getLogger(__name__)
 
 MAX_PATH = 100  # characters of a wrong path that are compared with the known ones
 MAX_NAMES = 20  # fields or reasons that one error message names
@@ -227,3 +230,29 @@ def install_error_handlers(app: FastAPI) -> None:
             reason = f"this route takes {headers.get('Allow', 'other methods')}; /docs shows all routes"
         message = f"{request.method} {request.url.path}: {reason}"
         return ErrorResponse(ApiError(error.status_code, message, code=code, headers=headers))
+
+
+class InternalErrors:
+    """ASGI middleware that answers 500 for an unexpected exception, and logs the exception with its traceback.
+
+    If the response has already begun, the exception is passed on to the server, which closes the connection.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_and_note)
+        except Exception as error:  # a bug: the client gets 500, and the other requests continue
+            if scope["type"] != "http" or has_begun:
+                raise
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            await ErrorResponse(unexpected(error))(scope, receive, send)

@@ -5,7 +5,6 @@ Then the body is read, within a deadline and a limit of memory.
 """
 
 import asyncio
-import logging
 import re
 import time
 from collections import deque
@@ -18,11 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.http.api_keys import ApiKeys
 from service.http.buffers import Buffers, Reservation
 from service.http.documentation import DOCUMENTATION_FILES, DOCUMENTATION_PATHS
-from service.http.errors import ApiError, ClientGone, ErrorResponse, unexpected
+from service.http.errors import ApiError, ClientGone, ErrorResponse
 from service.request_notes import RequestNotes, notes_of
 from service.settings import Settings, is_address
-
-logger = logging.getLogger(__name__)
 
 PAGE_PATH = "/page"  # of the files of the web page, which all count as one route
 HEALTH_PATHS = frozenset({"/health", "/ready"})  # begin at once, without `Turnstile`
@@ -45,8 +42,7 @@ class Gate:
     """ASGI middleware that checks the head of a request, and reads the body only if the head is right.
 
     The reservation in the notes counts the memory that the request holds. It is released when the whole response has
-    been passed to the connection. For an exception that nothing expects, the answer is 500, and the log has the
-    traceback; if the response has begun, the exception is passed on to the server, which closes the connection.
+    been passed to the connection.
     """
 
     def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute], buffers: Buffers, settings: Settings) -> None:
@@ -85,11 +81,6 @@ class Gate:
             pass
         except ApiError as error:
             await ErrorResponse(error)(scope, receive, closing(send) if needs_closing(headers) else send)
-        except Exception as error:  # a bug; the other requests continue
-            if notes.has_response:
-                raise
-            logger.exception("%s %s failed", scope["method"], scope["path"])
-            await ErrorResponse(unexpected(error))(scope, receive, send)
         finally:
             reservation.release()
 
@@ -259,7 +250,6 @@ def in_pieces(send: Send, notes: RequestNotes) -> Send:
     """
 
     async def send_pieces(message: Message) -> None:
-        notes.has_response = True
         content = message.get("body", b"")
         if len(content) <= PIECE:
             await send(message)

@@ -104,7 +104,7 @@ def test_an_error_inside_a_request_is_logged_with_the_id_of_the_request(
     assert response.status_code == 500
     assert [(line["logger"], line["request_id"]) for line in lines[:2]] == [
         ("job", "mine"),
-        ("service.http.gate", "mine"),
+        ("service.http.errors", "mine"),
     ]
     assert "RuntimeError: detail" in lines[1]["exception"]
     errors_logged.clear()

@@ -28,7 +28,7 @@ from forwardscope_ray.prompt_prefix import prefix_blocks
 from forwardscope_ray.relay import Relay
 from service.http.buffers import Buffers
 from service.http.cors import Cors
-from service.http.errors import ApiError, ClientGone, timed_out
+from service.http.errors import ApiError, ClientGone, InternalErrors, timed_out
 from service.http.gate import STORING_METHODS, Gate
 from service.settings import Settings
 
@@ -65,7 +65,7 @@ def ingress_app(replicas: DeploymentHandle, settings: Settings) -> Starlette:
     routes = [Mount("/", Forward(replicas, settings))]
     cors = [Middleware(Cors, origins=settings.cors_origin)] if settings.cors_origin else []
     gate = Middleware(Gate, routes=routes, buffers=Buffers(settings.max_buffered_bytes), settings=settings)
-    return Starlette(routes=routes, middleware=[*cors, gate])
+    return Starlette(routes=routes, middleware=[*cors, Middleware(InternalErrors), gate])
 
 
 class Forward:
