@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from forwardscope import Client, UnknownStage
 from forwardscope.local import LocalModel, load
 from model.errors import InvalidField
+from service.routes import generate
 from tests.published_models import smollm2
 from tests.service.checkpoints import write_checkpoint
 
@@ -54,6 +55,17 @@ def test_names_may_be_written_as_in_transformerlens(local: LocalModel) -> None:
     assert torch.equal(trace["blocks.0.hook_resid_pre"], trace["blocks.0.resid_pre"])
     assert "blocks.5.hook_resid_pre" in trace
     assert len(trace) == 7  # six blocks, and the logits
+
+
+def test_an_unexpected_exception_of_a_route_reaches_the_caller(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(plan: object) -> None:
+        raise RuntimeError("a planted error")
+
+    monkeypatch.setattr(generate, "start_generation", fail)
+    with pytest.raises(RuntimeError, match="a planted error"):
+        local.generate(PROMPT, max_tokens=1)
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest_names(local: LocalModel) -> None:
