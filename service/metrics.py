@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -175,26 +183,17 @@ class Metrics(Collector):
         """Expose the state of an engine, its cache of `num_blocks` blocks of `block_size` tokens, its adapters, and the
         kernels that compute its network.
         """
-        cache = GaugeMetricFamily(
-            "forwardscope_cache_config_info",
-            "1, with the blocks of the cache and the tokens of a block as labels",
-            labels=("block_size", "num_gpu_blocks"),  # these names are fixed, also for a cache on a CPU
-        )
-        cache.add_metric((str(block_size), str(num_blocks)), 1)
+        text = "1, with the blocks of the cache and the tokens of a block as labels"
+        sizes = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks)}  # fixed names, also on a CPU
+        Info("forwardscope_cache_config", text, registry=self.registry).info(sizes)
         # Every adapter is in memory from the start, so each one is ready and no request waits for one to be loaded.
-        loaded = GaugeMetricFamily(
-            "forwardscope_lora_requests_info",
-            "Unix time at which the adapters were loaded, with their number and names as labels",
-            labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
-        )
-        loaded.add_metric((str(len(adapters)), ",".join(adapters), ""), time.time())
-        computing = GaugeMetricFamily(
-            "forwardscope_kernels_info",
-            "1, with the instruction level of our kernels as label, or torch if PyTorch computes the network",
-            labels=("kernels",),
-        )
-        computing.add_metric((kernels,), 1)
-        self.registry.register(EngineCollector(stats, (cache, loaded, computing)))
+        text = "Unix time at which the adapters were loaded, with their number and names as labels"
+        names = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        loaded = Gauge("forwardscope_lora_requests_info", text, names, registry=self.registry)
+        loaded.labels(len(adapters), ",".join(adapters), "").set_to_current_time()
+        text = "1, with the instruction level of our kernels as label, or torch if PyTorch computes the network"
+        Info("forwardscope_kernels", text, registry=self.registry).info({"kernels": kernels})
+        self.registry.register(EngineCollector(stats))
 
     def text(self) -> bytes:
         """The text of `GET /metrics`, which is at most `TEXT_SECONDS` old."""
@@ -280,14 +279,12 @@ class StepHistogram(Collector):
 
 
 class EngineCollector(Collector):
-    """The engine's own counters, read when Prometheus asks for the metrics, and metrics that never change."""
+    """The engine's own counters, read when Prometheus asks for the metrics."""
 
-    def __init__(self, stats: Callable[[], Stats], constant: Collection[Metric]) -> None:
+    def __init__(self, stats: Callable[[], Stats]) -> None:
         self._stats = stats
-        self._constant = constant
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._constant
         stats = self._stats()
         stored = stats.stored_prefixes
         yield GaugeMetricFamily(
