@@ -9,8 +9,10 @@ import ctypes
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 
-from service.process_metrics import memory_bytes
+if sys.platform == "linux":
+    import resource
 
 TRIM_SECONDS = 10.0
 TRIM_BYTES = 64 << 20  # growth of the resident memory since the last trim; a trim takes about 0.1 seconds
@@ -22,6 +24,11 @@ def find_trim() -> Callable[[int], int] | None:
     return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
+def resident_bytes() -> int:
+    """The resident memory of this process."""
+    return int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize()
+
+
 async def trim_forever(run: Callable[[Callable[[], int]], Awaitable[int]]) -> None:
     """Every `TRIM_SECONDS`, look whether the resident memory has grown by `TRIM_BYTES` since the last trim.
 
@@ -30,12 +37,12 @@ async def trim_forever(run: Callable[[Callable[[], int]], Awaitable[int]]) -> No
     trim, after_last_trim, num_left = find_trim(), 0, 0
     while trim is not None:
         await asyncio.sleep(TRIM_SECONDS)
-        _, resident = memory_bytes()
+        resident = resident_bytes()
         if resident >= after_last_trim + TRIM_BYTES:
             num_left = TRIMS
         if num_left:
             await run(partial(trim, 0))
-            _, after_last_trim = memory_bytes()
+            after_last_trim = resident_bytes()
             num_left -= 1
         else:
             after_last_trim = min(after_last_trim, resident)

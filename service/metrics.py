@@ -18,6 +18,7 @@ from prometheus_client import (
     Gauge,
     Histogram,
     Info,
+    ProcessCollector,
     disable_created_metrics,
     generate_latest,
 )
@@ -28,7 +29,6 @@ from prometheus_client.utils import floatToGoString
 from model.engine.engine import Stats
 from model.engine.request import Output, Step
 from model.text.transcript import FinishReason
-from service.process_metrics import ProcessMetrics
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 EDITED_ROUTES = (
@@ -96,7 +96,7 @@ class Metrics(Collector):
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # the text format does not use these times
         self.registry = CollectorRegistry()
-        self.registry.register(ProcessMetrics())
+        ProcessCollector(registry=self.registry)
         self.num_prompt_tokens = self.num_generated_tokens = 0  # since the start
         self._text, self._text_expires = b"", 0.0
         self.http_requests = self._counter("http_requests_total", "HTTP requests answered", "route", "method", "status")
@@ -246,9 +246,9 @@ class Metrics(Collector):
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"forwardscope_{name}", _with_labels(text, labels), labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str, *labels: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
         text = _with_labels(text, labels)
-        return Histogram(f"forwardscope_{name}", text, labels, registry=self.registry, buckets=buckets)
+        return Histogram(f"forwardscope_{name}", text, labels, registry=self.registry, buckets=SECONDS)
 
     def _step_histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> "StepHistogram":
         histogram = StepHistogram(f"forwardscope_{name}", text, buckets)

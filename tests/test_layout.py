@@ -46,7 +46,7 @@ SERVICE_LEVELS = (
     ("service.metrics", "service.token_rates", "service.memory", "service.drafts"),
     ("service.ignored_fields",),
     ("service.request_notes",),
-    ("service.spans", "service.process_metrics"),
+    ("service.spans",),
     ("service.settings",),
     ("service.log_format",),
 )

@@ -9,7 +9,6 @@ import pytest
 
 from service import memory
 from service.memory import TRIM_BYTES
-from service.process_metrics import memory_bytes
 from tests.service.running import Start, wait_until
 
 
@@ -34,7 +33,7 @@ def test_the_allocator_is_trimmed_when_the_memory_has_grown_and_only_then(
         wait_until(lambda: rounds.count(0.02) > before + 6, "several rounds are over")
 
     monkeypatch.setattr(memory, "find_trim", lambda: trim)
-    monkeypatch.setattr(memory, "memory_bytes", lambda: (0, resident))
+    monkeypatch.setattr(memory, "resident_bytes", lambda: resident)
     monkeypatch.setattr(memory, "TRIM_SECONDS", 0.02)
     monkeypatch.setattr(memory, "TRIMS", trims)
     monkeypatch.setattr(memory, "asyncio", SimpleNamespace(sleep=counted))
@@ -58,8 +57,7 @@ def test_malloc_trim_is_found_and_can_be_called() -> None:
 
 
 def test_the_resident_memory_is_that_of_the_system() -> None:
-    virtual, resident = memory_bytes()
+    resident = memory.resident_bytes()
     lines = Path("/proc/self/status").read_text().splitlines()
-    kib = {line.split()[0]: int(line.split()[1]) for line in lines if line.startswith(("VmSize:", "VmRSS:"))}
-    assert abs(virtual - 1024 * kib["VmSize:"]) < 64 << 20
+    kib = {line.split()[0]: int(line.split()[1]) for line in lines if line.startswith("VmRSS:")}
     assert abs(resident - 1024 * kib["VmRSS:"]) < 64 << 20
