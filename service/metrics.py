@@ -6,10 +6,8 @@ delivered. The engine's own counters are read when Prometheus asks for the metri
 """
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import get_args
 
 from prometheus_client import (
@@ -22,9 +20,8 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from model.engine.engine import Stats
 from model.engine.request import Output, Step
@@ -91,7 +88,7 @@ class RequestTimes:
 
 
 class Metrics(Collector):
-    """The metrics of one application. `collect` has the numbers of tokens, which are no metrics of the library."""
+    """The metrics of one application. `collect` has the numbers of tokens, and those that the engine counts."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # the text format does not use these times
@@ -99,6 +96,7 @@ class Metrics(Collector):
         ProcessCollector(registry=self.registry)
         self.num_prompt_tokens = self.num_generated_tokens = 0  # since the start
         self._text, self._text_expires = b"", 0.0
+        self._stats: Callable[[], Stats] | None = None  # of the engine
         self.http_requests = self._counter("http_requests_total", "HTTP requests answered", "route", "method", "status")
         self.http_seconds = self._histogram(
             "http_request_duration_seconds", "Time from request to last byte of the response", "route"
@@ -108,7 +106,7 @@ class Metrics(Collector):
         for reason in get_args(FinishReason):  # each begins at 0: for Prometheus, a new series at 1 is no increase
             self.finished.labels(reason)
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Time from request to first token")
-        self.inter_token = self._step_histogram(
+        self.inter_token = self._histogram(
             "inter_token_latency_seconds",
             "Time between two tokens of a continuation; tokens of one step share its time",
         )
@@ -123,9 +121,9 @@ class Metrics(Collector):
             "request_decode_time_seconds",
             "Time from the first token of a request to the last of each continuation",
         )
-        self.step_tokens = self._step_histogram("iteration_tokens_total", "Tokens per step", buckets=COUNTS)
-        self.step_sequences = self._step_histogram("iteration_sequences", "Sequences per step", buckets=COUNTS)
-        self.step_seconds = self._step_histogram("iteration_seconds", "Duration of a step")
+        self.step_tokens = self._histogram("iteration_tokens_total", "Tokens per step", buckets=COUNTS)
+        self.step_sequences = self._histogram("iteration_sequences", "Sequences per step", buckets=COUNTS)
+        self.step_seconds = self._histogram("iteration_seconds", "Duration of a step")
         self.trace_bytes = self._counter(
             "trace_bytes_total", "Bytes of the answers of passes, and of traces in generations"
         )
@@ -193,7 +191,7 @@ class Metrics(Collector):
         loaded.labels(len(adapters), ",".join(adapters), "").set_to_current_time()
         text = "1, with the instruction level of our kernels as label, or torch if PyTorch computes the network"
         Info("forwardscope_kernels", text, registry=self.registry).info({"kernels": kernels})
-        self.registry.register(EngineCollector(stats))
+        self._stats = stats
 
     def text(self) -> bytes:
         """The text of `GET /metrics`, which is at most `TEXT_SECONDS` old."""
@@ -206,85 +204,8 @@ class Metrics(Collector):
         num_prompt, num_generated = self.count_tokens()
         yield CounterMetricFamily("forwardscope_prompt_tokens", "Prompt tokens of passes and generations", num_prompt)
         yield CounterMetricFamily("forwardscope_generation_tokens", "Generated tokens", num_generated)
-
-    def count_tokens(self) -> tuple[int, int]:
-        """The numbers of prompt tokens and of generated tokens since the start."""
-        return self.num_prompt_tokens, self.num_generated_tokens
-
-    def note_prompt_tokens(self, number: int) -> None:
-        self.num_prompt_tokens += number
-
-    def note_output(self, progress: RequestTimes, output: Output, now: float) -> None:
-        """Update the metrics of a request with the output of a step that ended at `now`."""
-        if output.tokens or output.prompt_tokens:
-            is_first_output = progress.first_token is None
-            num_new, seconds = progress.note_tokens(output.choice, output.num_generated, now)
-            self.num_generated_tokens += num_new
-            if seconds is not None:
-                self.inter_token.observe(seconds / num_new, num_new)
-            if is_first_output:
-                self._note_first_token(progress, now)
-        if output.end is not None:
-            self.finished.labels(output.end.finish_reason).inc()
-            if output.end.finish_reason in ("stop", "length"):
-                self.request_seconds.observe(now - progress.arrived)
-                self.decode_seconds.observe(now - (progress.first_token or now))
-
-    def _note_first_token(self, progress: RequestTimes, now: float) -> None:
-        self.note_prompt_tokens(progress.num_prompt)
-        self.time_to_first_token.observe(now - progress.arrived)
-        self.queue_seconds.observe(progress.queue_seconds)
-        self.prefill_seconds.observe(now - (progress.started or now))
-
-    def note_step(self, step: Step) -> None:
-        self.step_tokens.observe(step.num_tokens)
-        self.step_sequences.observe(step.num_sequences)
-        self.step_seconds.observe(step.seconds)
-        if step.trace_seconds:
-            self.trace_seconds.observe(step.trace_seconds)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"forwardscope_{name}", _with_labels(text, labels), labels, registry=self.registry)
-
-    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
-        text = _with_labels(text, labels)
-        return Histogram(f"forwardscope_{name}", text, labels, registry=self.registry, buckets=SECONDS)
-
-    def _step_histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> "StepHistogram":
-        histogram = StepHistogram(f"forwardscope_{name}", text, buckets)
-        self.registry.register(histogram)
-        return histogram
-
-
-def _with_labels(text: str, labels: tuple[str, ...]) -> str:
-    return f"{text}, by {', '.join(labels)}" if labels else text
-
-
-class StepHistogram(Collector):
-    """A histogram that each step updates, on the event loop's thread only, and so without the library's locks."""
-
-    def __init__(self, name: str, text: str, buckets: tuple[float, ...]) -> None:
-        self._name, self._text, self._buckets = name, text, buckets
-        self._counts = [0] * (len(buckets) + 1)  # the last one is for values above all buckets
-        self._sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self._counts[bisect_left(self._buckets, value)] += times
-        self._sum += value * times
-
-    def collect(self) -> Iterator[Metric]:
-        bounds = map(floatToGoString, (*self._buckets, float("inf")))
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
-
-
-class EngineCollector(Collector):
-    """The engine's own counters, read when Prometheus asks for the metrics."""
-
-    def __init__(self, stats: Callable[[], Stats]) -> None:
-        self._stats = stats
-
-    def collect(self) -> Iterator[Metric]:
+        if self._stats is None:
+            return
         stats = self._stats()
         stored = stats.stored_prefixes
         yield GaugeMetricFamily(
@@ -309,3 +230,51 @@ class EngineCollector(Collector):
             ),
         ):
             yield CounterMetricFamily(f"forwardscope_{name}", text, value)
+
+    def count_tokens(self) -> tuple[int, int]:
+        """The numbers of prompt tokens and of generated tokens since the start."""
+        return self.num_prompt_tokens, self.num_generated_tokens
+
+    def note_prompt_tokens(self, number: int) -> None:
+        self.num_prompt_tokens += number
+
+    def note_output(self, progress: RequestTimes, output: Output, now: float) -> None:
+        """Update the metrics of a request with the output of a step that ended at `now`."""
+        if output.tokens or output.prompt_tokens:
+            is_first_output = progress.first_token is None
+            num_new, seconds = progress.note_tokens(output.choice, output.num_generated, now)
+            self.num_generated_tokens += num_new
+            if seconds is not None:
+                for _ in range(num_new):
+                    self.inter_token.observe(seconds / num_new)
+            if is_first_output:
+                self._note_first_token(progress, now)
+        if output.end is not None:
+            self.finished.labels(output.end.finish_reason).inc()
+            if output.end.finish_reason in ("stop", "length"):
+                self.request_seconds.observe(now - progress.arrived)
+                self.decode_seconds.observe(now - (progress.first_token or now))
+
+    def _note_first_token(self, progress: RequestTimes, now: float) -> None:
+        self.note_prompt_tokens(progress.num_prompt)
+        self.time_to_first_token.observe(now - progress.arrived)
+        self.queue_seconds.observe(progress.queue_seconds)
+        self.prefill_seconds.observe(now - (progress.started or now))
+
+    def note_step(self, step: Step) -> None:
+        self.step_tokens.observe(step.num_tokens)
+        self.step_sequences.observe(step.num_sequences)
+        self.step_seconds.observe(step.seconds)
+        if step.trace_seconds:
+            self.trace_seconds.observe(step.trace_seconds)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"forwardscope_{name}", _with_labels(text, labels), labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, *labels: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        text = _with_labels(text, labels)
+        return Histogram(f"forwardscope_{name}", text, labels, registry=self.registry, buckets=buckets)
+
+
+def _with_labels(text: str, labels: tuple[str, ...]) -> str:
+    return f"{text}, by {', '.join(labels)}" if labels else text
