@@ -1,7 +1,6 @@
 """POST /v1/messages and POST /v1/messages/count_tokens: answer a conversation, in the form of Anthropic's API."""
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -35,7 +34,7 @@ from forwardscope.results.anthropic import (
 from forwardscope.results.generations import TokenLogprob
 from service.answers.anthropic_conversations import ChatConversion, input_of
 from service.answers.call import ModelCall, model_call
-from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning
+from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning, block_key, join_pieces
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
 from service.answers.chats import count_prompt, start_chat
 from service.answers.generation import Choice
@@ -113,7 +112,7 @@ class Writer:
         return AssistantMessage(
             id=self._generation.id,
             model=self._generation.model_name,
-            content=[whole_block(list(pieces)) for _, pieces in groupby(output.pieces, block_key)],
+            content=[whole_block(*block) for block in join_pieces(output.pieces)],
             **end_fields(output.end),
             usage=self._usage(),
             logprobs=self._logprobs(output),
@@ -195,11 +194,6 @@ def write_error(content: dict[str, Any]) -> bytes:
     return event(anthropic_error(content), kind="error")
 
 
-def block_key(piece: Piece) -> object:
-    """A key that is the same for neighbouring pieces of one block."""
-    return piece.index if isinstance(piece, CallBegin | CallArguments) else type(piece)
-
-
 def empty_block(piece: Piece) -> MessageBlock:
     """The block that begins with a piece, without its content."""
     if isinstance(piece, CallBegin):
@@ -207,10 +201,8 @@ def empty_block(piece: Piece) -> MessageBlock:
     return ThinkingBlock(thinking="", signature="") if isinstance(piece, Reasoning) else TextBlock(text="")
 
 
-def whole_block(pieces: Sequence[Piece]) -> MessageBlock:
-    """The block that some pieces make."""
-    first = pieces[0]
-    text = "".join(piece.text for piece in pieces if not isinstance(piece, CallBegin))
+def whole_block(first: Piece, text: str) -> MessageBlock:
+    """The block that begins with a piece, with its whole text."""
     if isinstance(first, CallBegin):
         return ToolUseBlock(id=first.id, name=first.name, input=input_of(text))
     return ThinkingBlock(thinking=text, signature=SIGNATURE) if isinstance(first, Reasoning) else TextBlock(text=text)
