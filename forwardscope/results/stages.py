@@ -84,7 +84,20 @@ class Published(Record):
     ]
 
 
-class Stage(Record, Generic[Array]):
+class WithValues(Record):
+    """A record with the array `values`, in JSON as base64 or nested lists. Without a `dtype`, they are float64."""
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Any:
+        found, shape = values.get("values"), values["shape"]
+        if isinstance(found, str):
+            found = read_base64(found, values["dtype"], shape)
+        elif isinstance(found, list | float | int):  # otherwise None, or an array of a safetensors file
+            found = nested_array(found, shape)
+        return cls(**values | {"values": found})
+
+
+class Stage(WithValues, Generic[Array]):
     """A stage: its name, its shape, the names of its axes, and the dtype in which it was computed."""
 
     name: str
@@ -95,29 +108,14 @@ class Stage(Record, Generic[Array]):
     values: Annotated[Array | None, Doc(Nested)] = field(default=None, repr=False, compare=False)
     published: Annotated[Published | None, Doc("only for worked examples, on the prompt of the article")] = None
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Any:
-        return cls(**values | {"values": read_values(values.get("values"), values["dtype"], values["shape"])})
 
-
-class Effects(Record, Generic[Array]):
+class Effects(WithValues, Generic[Array]):
     """A number for each cell of a stage. Null: this cell was not computed."""
 
     name: str
     shape: tuple[int, ...]
     dims: tuple[str, ...]
     values: Annotated[Array, Doc("nested lists of numbers")] = field(repr=False, compare=False)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Any:
-        return cls(**values | {"values": read_values(values["values"], "float64", values["shape"])})
-
-
-def read_values(values: Any, dtype: str, shape: Sequence[int]) -> Any:
-    """The array of base64 or nested lists. An array of a safetensors file, or None, stays as it is."""
-    if isinstance(values, str):
-        return read_base64(values, dtype, shape)
-    return nested_array(values, shape) if isinstance(values, list | float | int) else values
 
 
 class StageArrays(Mapping[str, Array]):

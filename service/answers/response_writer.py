@@ -37,7 +37,7 @@ from forwardscope.results.responses import (
     TraceEvent,
 )
 from model.text.transcript import TokenOutput
-from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece
+from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
 from service.answers.generation import Choice
 from service.answers.openai_answers import TokenStrings
@@ -49,6 +49,7 @@ from service.http.sse import event
 TEXT_MARK = "\0"  # the place of the text in `OpenItem.frame`; no other text of an event has it
 NUMBER = b'"sequence_number":'
 Kind = Literal["message", "reasoning", "function_call"]
+KINDS: dict[type[Piece], Kind] = {Reasoning: "reasoning", Content: "message", CallArguments: "function_call"}
 ID_PREFIXES: dict[Kind, str] = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 DELTAS: dict[Kind, Any] = {
     "message": "response.output_text.delta",
@@ -221,11 +222,7 @@ class ResponseWriter:
         if isinstance(piece, CallBegin):
             yield from self._begin_item("function_call", piece)
             return
-        kind: Kind = "reasoning"
-        if isinstance(piece, Content):
-            kind = "message"
-        elif isinstance(piece, CallArguments):
-            kind = "function_call"
+        kind = KINDS[type(piece)]
         if self._open is None or self._open.kind != kind:
             yield from self._begin_item(kind)
         yield self._delta(piece.text)

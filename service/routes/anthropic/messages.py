@@ -109,15 +109,17 @@ class Writer:
         (choice,) = choices
         output = self._stream.read_whole(choice)
         assert output.end is not None
-        return AssistantMessage(
-            id=self._generation.id,
-            model=self._generation.model_name,
+        return self._message(
             content=[whole_block(*block) for block in join_pieces(output.pieces)],
             **end_fields(output.end),
-            usage=self._usage(),
             logprobs=self._logprobs(output),
             trace=output.traces,
             edits=self._generation.edit_answers(0),
+        )
+
+    def _message(self, **fields: Any) -> AssistantMessage:
+        return AssistantMessage(
+            id=self._generation.id, model=self._generation.model_name, usage=self._usage(), **fields
         )
 
     def _usage(self) -> MessageUsage:
@@ -133,7 +135,7 @@ class Writer:
         """Write the events for the output of one step. Our own fields are in a ping, which clients skip."""
         if not self._has_begun:
             self._has_begun = True
-            yield write(MessageStart(message=self._empty_message()))
+            yield write(MessageStart(message=self._message(content=(), stop_reason=None, stop_sequence=None)))
         logprobs = self._logprobs(output) or None
         if logprobs or output.traces:
             (trace,) = output.traces or (None,)
@@ -151,16 +153,6 @@ class Writer:
         if self._generation.params.logprobs is None:
             return None
         return [describe_logprobs(token, self._generation.text_of) for token in output.tokens]
-
-    def _empty_message(self) -> AssistantMessage:
-        return AssistantMessage(
-            id=self._generation.id,
-            model=self._generation.model_name,
-            content=(),
-            stop_reason=None,
-            stop_sequence=None,
-            usage=self._usage(),
-        )
 
     def _piece_events(self, piece: Piece) -> Iterator[bytes]:
         if block_key(piece) != self._key:
