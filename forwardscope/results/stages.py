@@ -5,9 +5,11 @@ from dataclasses import field
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Self
 
+import numpy as np
+
 from forwardscope.results.records import Array, Doc, Fields, Number, Record
 from forwardscope.stage_keys import StageKey, stage_name
-from forwardscope.tensor_files import nested_array, read_base64
+from forwardscope.tensor_files import read_base64
 
 if TYPE_CHECKING:
     from forwardscope.plots import Picture
@@ -93,7 +95,7 @@ class WithValues(Record):
         if isinstance(found, str):
             found = read_base64(found, values["dtype"], shape)
         elif isinstance(found, list | float | int):  # otherwise None, or an array of a safetensors file
-            found = nested_array(found, shape)
+            found = np.array(found, np.float64).reshape(shape)  # null becomes NaN
         return cls(**values | {"values": found})
 
 

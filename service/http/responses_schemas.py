@@ -16,6 +16,7 @@ from service.http.openai_schemas import (
     Function,
     Ignored,
     JsonObject,
+    JsonSchema,
     NamedTool,
     Nullable,
     not_implemented,
@@ -164,12 +165,10 @@ class ResponseToolChoice(NamedTool):
     tools: Annotated[list[NamedTool], Field(fail_fast=True), at_most(128)] = Field([], description="allowed tools")
 
 
-class TextFormat(Nullable):
+class TextFormat(JsonSchema):
     """Any text, any JSON object, or JSON that follows a schema, as in chats."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: ShortText | None = None
-    description: Text | None = None
     schema_: JsonObject | None = Field(None, alias="schema", description="required for the type json_schema")
     strict: bool = Field(True, description="false: objects may have properties that the schema does not name")
 
