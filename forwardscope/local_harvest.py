@@ -158,12 +158,7 @@ def to_sources(corpus: Any) -> list[Source]:
     if isinstance(corpus, str | PathLike):
         corpus = [corpus]
     takes = "a text, a path, or a list of texts, paths and lists of token ids"
-    sources: list[Source] = []
-    for index, each in enumerate(to_list(corpus, "corpus", takes)):
-        if isinstance(each, PathLike):
-            sources.append(Path(each))
-        elif isinstance(each, str):
-            sources.append(each)
-        else:
-            sources.append(to_prompt(each, f"corpus.{index}"))
-    return sources
+    return [
+        Path(each) if isinstance(each, PathLike) else to_prompt(each, f"corpus.{index}")
+        for index, each in enumerate(to_list(corpus, "corpus", takes))
+    ]

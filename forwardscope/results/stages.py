@@ -87,7 +87,7 @@ class Published(Record):
 
 
 class WithValues(Record):
-    """A record with the array `values`, in JSON as base64 or nested lists. Without a `dtype`, they are float64."""
+    """A record with the array `values`, which is base64 or nested lists in JSON, and elsewhere in a safetensors answer."""
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Any:

@@ -103,27 +103,6 @@ class TokenStrings:
         return result
 
 
-def prompt_logprobs(tokens: Sequence[TokenOutput], num_top: int, strings: TokenStrings) -> PromptLogprobs:
-    """Describe the tokens of a prompt as vLLM does: for each, token id -> log-probability, rank and text.
-
-    Each entry has the token itself and the `num_top` most likely ones. The first token has no prediction.
-    """
-
-    def describe(token: TokenOutput) -> dict[str, PromptLogprob] | None:
-        logprobs = token.logprobs
-        if logprobs is None:
-            return None
-        entries = {
-            str(token_id): PromptLogprob(logprob, rank, strings.text(token_id))
-            for rank, (token_id, logprob) in enumerate(logprobs.top[:num_top], 1)
-            if token_id != token.token_id
-        }
-        own = PromptLogprob(logprobs.chosen, logprobs.rank, strings.text(token.token_id))
-        return {str(token.token_id): own} | entries
-
-    return [describe(token) for token in tokens]
-
-
 class ChunkWriter:
     """The part of the writers of completions and of chats that is the same: the head and the usage of their chunks.
 
@@ -135,6 +114,7 @@ class ChunkWriter:
     ) -> None:
         options = body.stream_options
         self._generation = generation
+        self._num_prompt_top = body.prompt_logprobs
         self._new_chunk: Any = chunk
         self._strings = TokenStrings(generation.call.checkpoint.tokenizer, as_ids=body.return_tokens_as_token_ids)
         self._has_last_usage = options is not None and options.include_usage
@@ -159,3 +139,24 @@ class ChunkWriter:
         if not self._has_last_usage:
             return []
         return [event(self._new_chunk(**self._head, choices=(), usage=self._usage()))]
+
+    def _prompt_logprobs(self, tokens: Sequence[TokenOutput]) -> PromptLogprobs | None:
+        """Describe the tokens of a prompt as vLLM does, if the request asks for it.
+
+        For each token, token id -> log-probability, rank and text, of the token itself and of the most likely ones. The
+        first token has no prediction.
+        """
+        num_top = self._num_prompt_top
+        return None if num_top is None or not tokens else [self._prompt_entry(token, num_top) for token in tokens]
+
+    def _prompt_entry(self, token: TokenOutput, num_top: int) -> dict[str, PromptLogprob] | None:
+        logprobs, text_of = token.logprobs, self._strings.text
+        if logprobs is None:
+            return None
+        entries = {
+            str(token_id): PromptLogprob(logprob, rank, text_of(token_id))
+            for rank, (token_id, logprob) in enumerate(logprobs.top[:num_top], 1)
+            if token_id != token.token_id
+        }
+        own = PromptLogprob(logprobs.chosen, logprobs.rank, text_of(token.token_id))
+        return {str(token.token_id): own} | entries

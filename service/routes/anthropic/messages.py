@@ -36,11 +36,11 @@ from service.answers.anthropic_conversations import ChatConversion, input_of
 from service.answers.call import ModelCall, model_call
 from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning, block_key, join_pieces
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
-from service.answers.chats import count_prompt, start_chat
+from service.answers.chats import BYTES_PER_CHECK, count_prompt, start_chat
 from service.answers.generation import Choice
 from service.answers.openai_answers import ChunkTemplate
 from service.http.anthropic_schemas import ConversationRequest, CountTokensRequest, MessagesRequest
-from service.http.bodies import INLINE_BYTES, JsonRoute
+from service.http.bodies import JsonRoute
 from service.http.encoding import json_response
 from service.http.errors import anthropic_error
 from service.http.openapi import MESSAGE_EVENT, also, error_answers
@@ -85,10 +85,8 @@ async def count_tokens(body: CountTokensRequest, request: Request, state: StateD
 
 async def convert(body: ConversationRequest, call: ModelCall) -> ChatConversion:
     """Convert a request to a chat; a large one outside of the event loop."""
-    if call.reservation.num_bytes <= INLINE_BYTES:
-        conversion = ChatConversion(body)
-    else:
-        conversion = await call.state.worker.executors.run("bodies", lambda: ChatConversion(body))
+    num_checks = call.reservation.num_bytes // BYTES_PER_CHECK
+    conversion = await call.run_here_or_on_thread(num_checks, lambda: ChatConversion(body))
     note_ignored(call.request.scope, conversion.left_out)
     return conversion
 

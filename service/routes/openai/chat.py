@@ -19,7 +19,6 @@ from forwardscope.results.openai import (
     FunctionCallDelta,
     Message,
     MessageDelta,
-    PromptLogprobs,
     ToolCall,
     ToolCallDelta,
     TopLogprob,
@@ -30,7 +29,7 @@ from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
 from service.answers.chats import start_chat
 from service.answers.generation import Choice
-from service.answers.openai_answers import ChunkTemplate, ChunkWriter, prompt_logprobs, usage
+from service.answers.openai_answers import ChunkTemplate, ChunkWriter, usage
 from service.http.bodies import JsonRoute
 from service.http.openai_schemas import ChatRequest
 from service.http.openapi import EVENT, also
@@ -72,7 +71,7 @@ class Writer(ChunkWriter):
             choices=[self._choice(output) for output in outputs],
             usage=self._usage(),
             prompt_token_ids=self._prompt_ids(0),
-            prompt_logprobs=self._prompt_logprobs(outputs[0]),
+            prompt_logprobs=self._prompt_logprobs(outputs[0].prompt_tokens),
         )
 
     def _choice(self, output: ChatOutput) -> ChatChoice:
@@ -111,7 +110,8 @@ class Writer(ChunkWriter):
                 finish_reason=None if output.end is None else self._finish_reason(output.end),
                 **self._fields(output),
             )
-            yield self._chunk(part, prompt_logprobs=self._prompt_logprobs(output))
+            prompt_tokens = output.prompt_tokens if index == 0 else ()  # they are the same for all choices
+            yield self._chunk(part, prompt_logprobs=self._prompt_logprobs(prompt_tokens))
 
     def _text_chunk(self, index: int, text: str, role: Literal["assistant"] | None = None, **fields: Any) -> bytes:
         """Write a chunk that has nothing but a text of one choice."""
@@ -140,13 +140,6 @@ class Writer(ChunkWriter):
     def _prompt_ids(self, index: int) -> Sequence[int] | None:
         """The ids of the prompt, if the request asks for them. They are the same for all choices."""
         return self._generation.prompts[0] if self._body.return_token_ids and index == 0 else None
-
-    def _prompt_logprobs(self, output: ChatOutput) -> PromptLogprobs | None:
-        """The log-probabilities of the prompt's tokens, if the request asks for them."""
-        num_top = self._body.prompt_logprobs
-        if num_top is None or output.index != 0 or not output.prompt_tokens:
-            return None
-        return prompt_logprobs(output.prompt_tokens, num_top, self._strings)
 
     def _logprob(self, token: TokenOutput) -> ChatLogprob:
         assert token.logprobs is not None

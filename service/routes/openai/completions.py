@@ -14,7 +14,7 @@ from service.answers.call import ModelCall, model_call
 from service.answers.constraints import compile_constraint, structured_output
 from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation
 from service.answers.generation_plan import Inputs, Options
-from service.answers.openai_answers import ChunkTemplate, ChunkWriter, finish_reason, prompt_logprobs
+from service.answers.openai_answers import ChunkTemplate, ChunkWriter, finish_reason
 from service.answers.prompts import as_list, param_of, prompt_ids
 from service.http.bodies import JsonRoute
 from service.http.errors import invalid
@@ -148,16 +148,14 @@ class Writer(ChunkWriter):
         returned = [*prompt_tokens, *tokens] if body.echo else tokens
         is_first, self._has_begun[choice] = not self._has_begun[choice], True
         trace: Any = traces  # the JSON of each `StepTrace`
-        num_top, has_ids = body.prompt_logprobs, body.return_token_ids
+        has_ids = body.return_token_ids
         return CompletionChoice(
             index=index,
             text="".join(token.text for token in returned),
             logprobs=None if body.logprobs is None else self._logprobs(returned, body.logprobs),
             finish_reason=None if end is None else finish_reason(end, generation),
             stop_reason=None if end is None else end.stop_reason,
-            prompt_logprobs=None
-            if num_top is None or not prompt_tokens
-            else prompt_logprobs(prompt_tokens, num_top, self._strings),
+            prompt_logprobs=self._prompt_logprobs(prompt_tokens),
             prompt_token_ids=generation.prompts[choice // generation.params.n] if has_ids and is_first else None,
             token_ids=[token.token_id for token in tokens] if has_ids else None,
             trace=trace,
