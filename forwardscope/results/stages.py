@@ -87,7 +87,7 @@ class Published(Record):
 
 
 class WithValues(Record):
-    """A record with the array `values`, which is base64 or nested lists in JSON, and elsewhere in a safetensors answer."""
+    """A record with an array `values`: base64 or nested lists in JSON; a safetensors answer has it elsewhere."""
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Any:
