@@ -50,9 +50,9 @@ def draw_lens(axes: Axes, client: Client) -> None:
 def main(address: str, path: str) -> None:
     figure = Figure(figsize=(12, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.6))
-    client = Client(address)
-    draw_pattern(left, client)
-    draw_lens(right, client)
+    with Client(address) as client:
+        draw_pattern(left, client)
+        draw_lens(right, client)
     figure.savefig(path, dpi=110)
 
 
