@@ -259,9 +259,9 @@ def test_a_container_is_not_killed_before_the_grace_period_of_its_requests_is_ov
 def test_the_dashboard_reads_the_provisioned_data_source() -> None:
     (source,) = SOURCES
     assert source["url"] == "http://prometheus:9090"
-    used = [panel["datasource"] for panel in PANELS if panel["type"] != "row"]
+    used = [target["datasource"] for _, target in TARGETS]
+    used += [panel["datasource"] for panel in PANELS if panel["type"] != "row"]
     assert all(used_source == {"type": source["type"], "uid": source["uid"]} for used_source in used)
-    assert not any("datasource" in target for _, target in TARGETS)  # then Grafana takes that of the panel
 
 
 def test_the_data_source_has_the_scrape_interval_of_prometheus() -> None:
