@@ -1,10 +1,11 @@
 """`AsyncClient`: the asynchronous client of a server. It sends the same requests as `Client`."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from itertools import count
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Self, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, overload
 
 import anyio
 import anyio.from_thread
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from model.analysis.surprisal import TextSurprisal
 
 
-class AsyncStream(AsyncIterator[Event], Generic[Event]):
+class AsyncStream(AsyncIterator[Event], AbstractAsyncContextManager["AsyncStream[Event]"], Generic[Event]):
     """The events of a stream. Leaving an `async with` block, or `aclose`, ends the request at the server."""
 
     def __init__(self, events: AsyncGenerator[Event]) -> None:
@@ -44,9 +45,6 @@ class AsyncStream(AsyncIterator[Event], Generic[Event]):
 
     async def aclose(self) -> None:
         await self._events.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
@@ -97,7 +95,7 @@ def stream_method(
     return as_method(describe, send)
 
 
-class AsyncClient(ServerAddress, AsyncBatches):
+class AsyncClient(ServerAddress, AsyncBatches, AbstractAsyncContextManager["AsyncClient"]):
     """The client of a server at `url` for asynchronous programs. The arguments and methods are those of `Client`.
 
     Read streams with `async for`, and await every other method.
@@ -158,9 +156,6 @@ class AsyncClient(ServerAddress, AsyncBatches):
     async def aclose(self) -> None:
         """Close the connections. `async with` around the client does the same."""
         await self._http.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from forwardscope.arguments import shown
 from forwardscope.errors import ApiError, ConnectionFailed, ForwardscopeError, InvalidArgument
-from forwardscope.events import EventDecoder, RawEvent
+from forwardscope.events import EventDecoder
 
 Result = TypeVar("Result")
 Event = TypeVar("Event")
@@ -122,14 +122,11 @@ class StreamReader(Generic[Event]):
         """Yield the events that a piece completes. Raises `ApiError` for an `error` event."""
         try:
             for raw in self._decoder.push(piece):
-                yield from self._read(raw)
+                if raw.kind == "error" or "error" in raw.content:
+                    raise api_error(None, raw.content)
+                yield from self.call.parse(raw.content)
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise undocumented("an event", self.call.request, error) from error
-
-    def _read(self, raw: RawEvent) -> list[Event]:
-        if raw.kind == "error" or "error" in raw.content:
-            raise api_error(None, raw.content)
-        return self.call.parse(raw.content)
 
     def finish(self) -> None:
         """Raise `ConnectionFailed` if the stream ended before its last event."""

@@ -4,10 +4,11 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import httpx
 
@@ -35,7 +36,7 @@ Arguments = ParamSpec("Arguments")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class Stream(Iterator[Event], Generic[Event]):
+class Stream(Iterator[Event], AbstractContextManager["Stream[Event]"], Generic[Event]):
     """The events of a stream. Leaving a `with` block, or `close`, ends the request at the server."""
 
     def __init__(self, events: Generator[Event]) -> None:
@@ -46,9 +47,6 @@ class Stream(Iterator[Event], Generic[Event]):
 
     def close(self) -> None:
         self._events.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -105,7 +103,7 @@ def stream_method(
     return as_method(describe, send)
 
 
-class Client(ServerAddress, Batches):
+class Client(ServerAddress, Batches, AbstractContextManager["Client"]):
     """The client of a server at `url`. Several threads may share one client.
 
     `timeout` is the longest time, in seconds, for which the server may send nothing. If the server refuses a request
@@ -167,9 +165,6 @@ class Client(ServerAddress, Batches):
     def close(self) -> None:
         """Close the connections. `with` around the client does the same."""
         self._http.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

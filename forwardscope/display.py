@@ -6,8 +6,9 @@ few and short is shown on one line, as dataclasses are.
 
 import dataclasses
 import html
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 MAX_COLUMNS = 110
@@ -90,10 +91,10 @@ def row_of(name: str, value: Any) -> Row:
     if isinstance(value, str | int):
         return name, "", shorten(repr(value), MAX_COLUMNS)
     if isinstance(value, Mapping):
-        items = ", ".join(f"{key}: {brief(each)}" for key, each in first(value.items(), MAX_ROWS))
+        items = ", ".join(f"{key}: {brief(each)}" for key, each in islice(value.items(), MAX_ROWS))
         return name, f"{len(value)} entries", shorten(items, MAX_COLUMNS)
     if is_list(value):
-        return name, f"{len(value)} items", shorten(", ".join(map(brief, first(value, MAX_ROWS))), MAX_COLUMNS)
+        return name, f"{len(value)} items", shorten(", ".join(map(brief, islice(value, MAX_ROWS))), MAX_COLUMNS)
     return name, "", brief(value)
 
 
@@ -106,7 +107,7 @@ def brief(value: Any) -> str:
     if isinstance(value, Mapping) and not isinstance(value, Displayed):
         return f"{{{len(value)} entries}}"
     if is_list(value):
-        inner = ", ".join(map(brief, first(value, MAX_VALUES)))
+        inner = ", ".join(map(brief, islice(value, MAX_VALUES)))
         return f"({inner}{', ...' if len(value) > MAX_VALUES else ''})"
     if isinstance(value, Displayed):
         return brief_record(value)
@@ -119,7 +120,7 @@ def brief_record(record: Any) -> str:
     if isinstance(text, str):
         probability = fields.get("probability")
         return repr(text) if probability is None else f"{text!r} {probability:.3f}"
-    inner = ", ".join(f"{name}={brief(value)}" for name, value in first(fields.items(), MAX_VALUES))
+    inner = ", ".join(f"{name}={brief(value)}" for name, value in islice(fields.items(), MAX_VALUES))
     return shorten(f"{type(record).__name__}({inner}{', ...' if len(fields) > MAX_VALUES else ''})", 80)
 
 
@@ -176,7 +177,7 @@ def first_values(array: Any) -> str:
 def short_list(items: Sequence[Any] | Mapping[str, Any]) -> str:
     """The first items of a list of results, or of results by name, and the number of the others."""
     pairs = items.items() if isinstance(items, Mapping) else ((None, item) for item in items)
-    texts = [(name, one_line(item) or brief(item)) for name, item in first(pairs, MAX_ROWS)]
+    texts = [(name, one_line(item) or brief(item)) for name, item in islice(pairs, MAX_ROWS)]
     shown = [text if name is None else f"{name}: {text}" for name, text in texts]
     rest = [f"... {len(items) - MAX_ROWS} more"] if len(items) > MAX_ROWS else []
     left, right = "{}" if isinstance(items, Mapping) else "()"
@@ -190,10 +191,6 @@ def limited(rows: list[Row], count: int) -> list[Row]:
         return rows
     num_first = count - 1 - NUM_LAST
     return [*rows[:num_first], (f"... {len(rows) - num_first - NUM_LAST} more", "", ""), *rows[-NUM_LAST:]]
-
-
-def first(values: Iterable[Any], count: int) -> list[Any]:
-    return [value for value, _ in zip(values, range(count), strict=False)]
 
 
 def shorten(text: str, width: int) -> str:

@@ -1,59 +1,62 @@
 """Edits and vectors as arguments of calls: arrays and tensors become base64 or safetensors."""
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from forwardscope.arguments import shown, to_indices, to_integer, to_list, to_mappings, to_prompt
+from forwardscope.arguments import shown, to_indices, to_integer, to_list, to_mapping, to_mappings, to_prompt
 from forwardscope.errors import InvalidArgument
 from forwardscope.tensor_files import NumpyArray, write_safetensors
 
 DTYPES = ("float64", "float32", "float16")
 NUMBERS = ("value", "scale", "factor", "coeff", "min", "max", "std", "seed", "above")
+CONDITION = "a mapping, such as {'tokens': [5]}"
+Read = Callable[[Any, str], Any]
+"""Reads a field of an edit; takes its value, and its name for errors."""
 
 
 def to_edits(edits: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
     """The `edits` of a JSON body. A `vector` may be an array or a tensor, and positions may be a `range`."""
     if edits is None:
         return None
-    return [to_edit(edit, f"edits.{index}") for index, edit in enumerate(to_mappings(edits, "edits", "edit"))]
+    return [
+        to_edit(edit, f"edits.{index}", sent_vector) for index, edit in enumerate(to_mappings(edits, "edits", "edit"))
+    ]
 
 
-def to_edit(edit: Mapping[str, Any], field: str) -> dict[str, Any]:
-    body = dict(edit)
-    if body.get("when") is not None:
-        if not isinstance(body["when"], Mapping):
-            raise InvalidArgument(f"{field}.when", f"{shown(body['when'])} is not a mapping, such as {{'tokens': [5]}}")
-        body["when"] = to_edit(body["when"], f"{field}.when")
-    for name in ("positions", "keys"):
-        if body.get(name) is not None:
-            body[name] = to_positions(body[name], f"{field}.{name}")
-    for name in ("heads", "neurons", "tokens"):
-        body[name] = to_indices(body.get(name), f"{field}.{name}")
-    if body.get("source") is not None:
-        if not isinstance(body["source"], Mapping):
-            raise InvalidArgument(f"{field}.source", f"{shown(body['source'])} is not a mapping with a `prompt`")
-        source = body["source"] = dict(body["source"])
-        if source.get("prompt") is not None:
-            source["prompt"] = to_prompt(source["prompt"], f"{field}.source.prompt")
-        if source.get("prompts") is not None:
-            given = to_list(source["prompts"], f"{field}.source.prompts", "a list of prompts")
-            source["prompts"] = [to_prompt(each, f"{field}.source.prompts.{i}") for i, each in enumerate(given)]
-        if source.get("positions") is not None:
-            source["positions"] = to_positions(source["positions"], f"{field}.source.positions")
-    if isinstance(body.get("vector"), Mapping) and "data" not in body["vector"]:
-        reason = "a mapping is for `run` of a model of `load`; a server takes it with `put_vector`, and edits name it"
-        raise InvalidArgument(f"{field}.vector", reason)
-    for name in ("vector", "subspace"):
-        body[name] = to_vector(body.get(name), f"{field}.{name}")
-    return {name: value for name, value in with_numbers(body).items() if value is not None}
+def to_edit(edit: Mapping[str, Any], field: str, read_vector: Read) -> dict[str, Any]:
+    """The fields of an edit or of a condition that are not None, as values of Python, with vectors as they are read."""
+    fields = {name: to_number(value) if name in NUMBERS else value for name, value in edit.items() if value is not None}
+    readers: dict[str, Read] = {
+        "when": lambda when, name: to_edit(to_mapping(when, name, CONDITION), name, read_vector),
+        "positions": to_positions,
+        "keys": to_positions,
+        "heads": to_indices,
+        "neurons": to_indices,
+        "tokens": to_indices,
+        "source": to_source,
+        "vector": read_vector,
+        "subspace": read_vector,
+    }
+    for name, read in readers.items():
+        if name in fields:
+            fields[name] = read(fields[name], f"{field}.{name}")
+    return fields
 
 
-def with_numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an edit or of a condition, with numbers of Python in place of those of numpy and PyTorch."""
-    return {name: to_number(value) if name in NUMBERS else value for name, value in fields.items()}
+def to_source(given: Any, name: str) -> dict[str, Any]:
+    """The source of an edit: a prompt, or several, and positions."""
+    source = to_mapping(given, name, "a mapping with a `prompt`")
+    if source.get("prompt") is not None:
+        source["prompt"] = to_prompt(source["prompt"], f"{name}.prompt")
+    if source.get("prompts") is not None:
+        prompts = to_list(source["prompts"], f"{name}.prompts", "a list of prompts")
+        source["prompts"] = [to_prompt(each, f"{name}.prompts.{index}") for index, each in enumerate(prompts)]
+    if source.get("positions") is not None:
+        source["positions"] = to_positions(source["positions"], f"{name}.positions")
+    return source
 
 
 def to_number(value: Any) -> Any:
@@ -77,6 +80,14 @@ def to_position(position: Any, name: str, hint: str) -> Any:
     if not isinstance(position, list | tuple):
         return to_integer(position, name, hint)
     return [None if end is None else to_integer(end, name, hint) for end in position]
+
+
+def sent_vector(vector: Any, name: str) -> Any:
+    """The vector of an edit in a JSON body. Raises `InvalidArgument` for a mapping of stages, which cannot be sent."""
+    if isinstance(vector, Mapping) and "data" not in vector:
+        reason = "a mapping is for `run` of a model of `load`; a server takes it with `put_vector`, and edits name it"
+        raise InvalidArgument(name, reason)
+    return to_vector(vector, name)
 
 
 def to_vector(vector: Any, name: str) -> Any:

@@ -302,11 +302,12 @@ class LocalModel(Batches):
         gives the gradient of any number that is computed from them with respect to any stage before it. The pass is
         then computed in float32, by a copy of the network that the first call makes.
         """
-        if self._has_grad and (fields or model is not None):
-            raise InvalidArgument(min([*fields, "model"] if model else fields), "has no graph; load without `grad`")
-        if fields or model is not None:
+        fields |= {} if model is None else {"model": model}
+        if fields and self._has_grad:
+            raise InvalidArgument(min(fields), "has no graph; load without `grad`")
+        if fields:
             fields |= {"positions": positions, "heads": heads, "targets": targets, "top_k": top_k, "adapter": adapter}
-            call = requests.run(prompt, stages, model=model, edits=edits, baseline=baseline, hooks=hooks, **fields)
+            call = requests.run(prompt, stages, edits=edits, baseline=baseline, hooks=hooks, **fields)
             return cast(Trace[Tensor], self._send(call))
         network, ids = self.checkpoint.model, self._ids_in_context(prompt)
         config, weight = network.config, network.embed.weight

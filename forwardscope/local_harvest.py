@@ -54,6 +54,11 @@ class StageStatistics:
     edges: ClassVar[Tensor] = EDGES
 
 
+def column(name: str) -> Any:
+    """The property of a harvest that reads the tensor of this name."""
+    return property(lambda harvest: harvest._rows(name))
+
+
 class Harvest(Mapping[str, Tensor]):
     """The harvest in a directory: `harvest["blocks.3.resid_post"]` has the rows (N, ...) of a stage.
 
@@ -62,6 +67,12 @@ class Harvest(Mapping[str, Tensor]):
     has the files one by one, mapped into memory, for a harvest that does not fit there. `statistics` has those of each
     stage. A harvest that `is_complete` has the whole corpus.
     """
+
+    ids: Tensor = column("ids")
+    documents: Tensor = column("documents")
+    begins: Tensor = column("begins")
+    ends: Tensor = column("ends")
+    positions: Tensor = column("positions")
 
     def __init__(self, directory: str | PathLike[str]) -> None:
         self.directory = Path(directory)
@@ -85,26 +96,6 @@ class Harvest(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return 0 if self.settings["statistics"] else len(self._stages)
-
-    @property
-    def ids(self) -> Tensor:
-        return self._rows("ids")
-
-    @property
-    def documents(self) -> Tensor:
-        return self._rows("documents")
-
-    @property
-    def begins(self) -> Tensor:
-        return self._rows("begins")
-
-    @property
-    def ends(self) -> Tensor:
-        return self._rows("ends")
-
-    @property
-    def positions(self) -> Tensor:
-        return self._rows("positions")
 
     @property
     def parts(self) -> Iterator[dict[str, Tensor]]:
@@ -158,12 +149,7 @@ def to_sources(corpus: Any) -> list[Source]:
     if isinstance(corpus, str | PathLike):
         corpus = [corpus]
     takes = "a text, a path, or a list of texts, paths and lists of token ids"
-    sources: list[Source] = []
-    for index, each in enumerate(to_list(corpus, "corpus", takes)):
-        if isinstance(each, PathLike):
-            sources.append(Path(each))
-        elif isinstance(each, str):
-            sources.append(each)
-        else:
-            sources.append(to_prompt(each, f"corpus.{index}"))
-    return sources
+    return [
+        Path(each) if isinstance(each, PathLike) else to_prompt(each, f"corpus.{index}")
+        for index, each in enumerate(to_list(corpus, "corpus", takes))
+    ]

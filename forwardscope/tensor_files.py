@@ -76,8 +76,3 @@ def to_array(content: bytes | memoryview, dtype: str, shape: Sequence[int]) -> N
 def widen(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     """Convert bfloat16 to float32, which is exact: a bfloat16 is the upper half of a float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def nested_array(numbers: Any, shape: Sequence[int]) -> NDArray[np.float64]:
-    """Nested lists of a JSON answer, or a number, as an array; null becomes NaN."""
-    return np.array(numbers, np.float64).reshape(shape)

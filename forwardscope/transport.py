@@ -15,26 +15,6 @@ DEFAULT_URL = "http://localhost:8000"
 LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 
 
-def http_options(url: str, api_key: str | None, timeout: float) -> dict[str, Any]:
-    """The arguments of `httpx.Client` and `httpx.AsyncClient`, except their transports.
-
-    The client does not limit the number of connections: the server does, and its error says what to do.
-    """
-    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-        hint = "" if not isinstance(url, str) or not url or "://" in url else f"; did you mean {f'http://{url}'!r}?"
-        raise ValueError(f"url: {url!r} does not begin with http:// or https://{hint}")
-    headers = {"User-Agent": f"forwardscope/{__version__}", "Prefer": "handling=strict"}  # no field is left out
-    if api_key is not None:
-        headers["Authorization"] = f"Bearer {api_key}"
-    return {
-        "base_url": url,
-        "headers": headers,
-        "timeout": httpx.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS), pool=None),
-        "limits": httpx.Limits(max_connections=None, max_keepalive_connections=20),
-        "mounts": dict.fromkeys(LOOPBACK),  # a server on this machine is not reached through a proxy
-    }
-
-
 @contextmanager
 def translated_errors(url: str, timeout: float) -> Iterator[None]:
     """Raise this package's exceptions in place of those of httpx."""
@@ -66,10 +46,24 @@ class ServerAddress:
         max_retries: int = 3,
         transport: httpx.BaseTransport | httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            hint = "" if not isinstance(url, str) or not url or "://" in url else f"; did you mean {f'http://{url}'!r}?"
+            raise ValueError(f"url: {url!r} does not begin with http:// or https://{hint}")
         self.url = url
         self.timeout = timeout
         self.max_retries = max_retries
-        self._http = self._transport(**http_options(url, api_key, timeout), transport=transport)
+        headers = {"User-Agent": f"forwardscope/{__version__}", "Prefer": "handling=strict"}  # no field is left out
+        if api_key is not None:
+            headers["Authorization"] = f"Bearer {api_key}"
+        self._http = self._transport(
+            base_url=url,
+            headers=headers,
+            timeout=httpx.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS), pool=None),
+            # The client does not limit the number of connections: the server does, and its error says what to do.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
+            mounts=dict.fromkeys(LOOPBACK),  # a server on this machine is not reached through a proxy
+            transport=transport,
+        )
 
     def _message(self, request: Request) -> httpx.Request:
         if request.hooks is not None:

@@ -19,8 +19,8 @@ from opentelemetry.exporter.otlp.proto.http import trace_exporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.environment_variables import OTEL_BSP_MAX_QUEUE_SIZE
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import Scope
 
@@ -186,47 +186,15 @@ class Reason(logging.Handler):
         self.message = self.message or record.getMessage()[:MAX_REASON]
 
 
-class BoundedProcessor(SpanProcessor):
-    """Passes ended spans to the library's queue if the queue has room; counts all others as dropped.
-
-    Spans that are being sent take room, too. The library's own queue would drop the oldest spans without counting them.
-    """
-
-    def __init__(self, exporter: "CountingExporter", metrics: Metrics) -> None:
-        self._exporter = exporter
-        self._max_waiting = int(os.environ.get(OTEL_BSP_MAX_QUEUE_SIZE, "2048"))  # OpenTelemetry's default
-        self._batches = BatchSpanProcessor(exporter, max_queue_size=self._max_waiting)
-        self._num_ended = 0
-        self._lost = LostSpans(metrics, "dropped", "%d spans are dropped: %s")
-
-    @property
-    def num_waiting(self) -> int:
-        """The number of spans that have neither been sent nor lost."""
-        return self._num_ended - self._exporter.num_done
-
-    def on_end(self, span: ReadableSpan) -> None:
-        if self.num_waiting >= self._max_waiting:
-            self._lost.count(1, f"{self._max_waiting} spans wait for the collector already (OTEL_BSP_MAX_QUEUE_SIZE)")
-            return
-        self._num_ended += 1
-        self._batches.on_end(span)
-
-    def shutdown(self) -> None:
-        self._batches.shutdown()  # type: ignore[no-untyped-call]
-
-    def force_flush(self, timeout_millis: int | None = None) -> bool:
-        return self._batches.force_flush(timeout_millis)
-
-
-class CountingExporter(SpanExporter):
+class CountingExporter(OTLPSpanExporter):
     """Sends batches of spans, and counts those that were sent and those that were not. Runs on the library's thread."""
 
     def __init__(self, url: str, metrics: Metrics) -> None:
+        super().__init__(url)
         self.num_done = 0  # spans that were sent or lost
-        self._exporter = OTLPSpanExporter(url)
         self._sent = metrics.otel_spans.labels("exported")
         self._lost = LostSpans(metrics, "failed", f"%d spans could not be sent to {url}: %s")
-        self._is_shut_down = False
+        self._has_ended = False
         # The library logs several lines for each batch while the collector is away, and returns no reason.
         self._library_log = logging.getLogger(trace_exporter.__name__)
         self._library_log.propagate = False
@@ -235,7 +203,7 @@ class CountingExporter(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self._reason.message = ""
-        result = self._exporter.export(spans)
+        result = super().export(spans)
         if result is SpanExportResult.SUCCESS:
             self._sent.inc(len(spans))
         else:
@@ -244,10 +212,33 @@ class CountingExporter(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        if not self._is_shut_down:
-            self._is_shut_down = True
-            self._exporter.shutdown()  # type: ignore[no-untyped-call]
+        if not self._has_ended:
+            self._has_ended = True
+            super().shutdown()  # type: ignore[no-untyped-call]
             self._library_log.removeHandler(self._reason)
 
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return True
+
+class BoundedProcessor(BatchSpanProcessor):
+    """Passes ended spans to the library's queue if the queue has room; counts all others as dropped.
+
+    Spans that are being sent take room, too. The library's own queue would drop the oldest spans without counting them.
+    """
+
+    def __init__(self, exporter: CountingExporter, metrics: Metrics) -> None:
+        self._max_waiting = int(os.environ.get(OTEL_BSP_MAX_QUEUE_SIZE, "2048"))  # OpenTelemetry's default
+        super().__init__(exporter, max_queue_size=self._max_waiting)
+        self._own_exporter = exporter
+        self._num_ended = 0
+        self._lost = LostSpans(metrics, "dropped", "%d spans are dropped: %s")
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of spans that have neither been sent nor lost."""
+        return self._num_ended - self._own_exporter.num_done
+
+    def on_end(self, span: ReadableSpan) -> None:
+        if self.num_waiting >= self._max_waiting:
+            self._lost.count(1, f"{self._max_waiting} spans wait for the collector already (OTEL_BSP_MAX_QUEUE_SIZE)")
+            return
+        self._num_ended += 1
+        super().on_end(span)

@@ -5,9 +5,11 @@ from dataclasses import field
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Self
 
+import numpy as np
+
 from forwardscope.results.records import Array, Doc, Fields, Number, Record
 from forwardscope.stage_keys import StageKey, stage_name
-from forwardscope.tensor_files import nested_array, read_base64
+from forwardscope.tensor_files import read_base64
 
 if TYPE_CHECKING:
     from forwardscope.plots import Picture
@@ -84,7 +86,20 @@ class Published(Record):
     ]
 
 
-class Stage(Record, Generic[Array]):
+class WithValues(Record):
+    """A record with an array `values`: base64 or nested lists in JSON; a safetensors answer has it elsewhere."""
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Any:
+        found, shape = values.get("values"), values["shape"]
+        if isinstance(found, str):
+            found = read_base64(found, values["dtype"], shape)
+        elif isinstance(found, list | float | int):  # otherwise None, or an array of a safetensors file
+            found = np.array(found, np.float64).reshape(shape)  # null becomes NaN
+        return cls(**values | {"values": found})
+
+
+class Stage(WithValues, Generic[Array]):
     """A stage: its name, its shape, the names of its axes, and the dtype in which it was computed."""
 
     name: str
@@ -95,29 +110,14 @@ class Stage(Record, Generic[Array]):
     values: Annotated[Array | None, Doc(Nested)] = field(default=None, repr=False, compare=False)
     published: Annotated[Published | None, Doc("only for worked examples, on the prompt of the article")] = None
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Any:
-        return cls(**values | {"values": read_values(values.get("values"), values["dtype"], values["shape"])})
 
-
-class Effects(Record, Generic[Array]):
+class Effects(WithValues, Generic[Array]):
     """A number for each cell of a stage. Null: this cell was not computed."""
 
     name: str
     shape: tuple[int, ...]
     dims: tuple[str, ...]
     values: Annotated[Array, Doc("nested lists of numbers")] = field(repr=False, compare=False)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Any:
-        return cls(**values | {"values": read_values(values["values"], "float64", values["shape"])})
-
-
-def read_values(values: Any, dtype: str, shape: Sequence[int]) -> Any:
-    """The array of base64 or nested lists. An array of a safetensors file, or None, stays as it is."""
-    if isinstance(values, str):
-        return read_base64(values, dtype, shape)
-    return nested_array(values, shape) if isinstance(values, list | float | int) else values
 
 
 class StageArrays(Mapping[str, Array]):

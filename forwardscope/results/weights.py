@@ -1,10 +1,10 @@
 """The results of GET /weights and GET /weights/{name}: the weights of a network, and the numbers of one of them."""
 
 from dataclasses import field
-from typing import Annotated, Any, Generic
+from typing import Annotated, Generic
 
 from forwardscope.results.records import Array, Doc, Named, Record
-from forwardscope.results.stages import Nested, Summary, read_values
+from forwardscope.results.stages import Nested, Summary, WithValues
 
 
 class WeightInfo(Record):
@@ -26,7 +26,7 @@ class WeightList(Record):
     weights: Named[WeightInfo] = field(repr=False)
 
 
-class Weight(Record, Generic[Array], kw_only=True):
+class Weight(WithValues, Generic[Array], kw_only=True):
     """A weight or a part of it, with the numbers that the pass uses: quantized ones are dequantized."""
 
     model: str
@@ -39,8 +39,3 @@ class Weight(Record, Generic[Array], kw_only=True):
     adapter: Annotated[str | None, Doc("the adapter whose product is added to the weight; null if none changes it")]
     summary: Summary | None = None
     values: Annotated[Array | None, Doc(Nested)] = field(default=None, repr=False, compare=False)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Any:
-        numbers = read_values(values.get("values"), values["dtype"], values["shape"])
-        return cls(**values | {"values": numbers})

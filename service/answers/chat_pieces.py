@@ -1,7 +1,8 @@
 """The pieces of a chat's answer, in the order in which the model writes them: reasoning, content and calls."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 
@@ -46,35 +47,17 @@ class PieceReader(Protocol):
     def finish(self) -> Sequence[Piece]: ...
 
 
-@dataclass
-class WholeCall:
-    id: str
-    name: str
-    arguments: str = ""
+def text_of(pieces: Iterable[Piece], kind: type[Reasoning] | type[Content]) -> str:
+    """The text of all pieces of one kind."""
+    return "".join(piece.text for piece in pieces if isinstance(piece, kind))
 
 
-@dataclass
-class WholeMessage:
-    """The pieces of an answer put together."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: list[WholeCall] = field(default_factory=list)
+def block_key(piece: Piece) -> object:
+    """A key that is the same for neighbouring pieces of one block: of the reasoning, of the content, or of a call."""
+    return piece.index if isinstance(piece, CallBegin | CallArguments) else type(piece)
 
 
-def join_pieces(pieces: Iterable[Piece]) -> WholeMessage:
-    """Put the pieces of an answer together."""
-    texts: dict[type[Piece], list[str]] = {Reasoning: [], Content: []}
-    calls: list[WholeCall] = []
-    arguments: list[list[str]] = []
-    for piece in pieces:
-        if isinstance(piece, CallBegin):
-            calls.append(WholeCall(piece.id, piece.name))
-            arguments.append([])
-        elif isinstance(piece, CallArguments):
-            arguments[piece.index].append(piece.text)
-        else:
-            texts[type(piece)].append(piece.text)
-    for call, parts in zip(calls, arguments, strict=True):
-        call.arguments = "".join(parts)
-    return WholeMessage("".join(texts[Reasoning]), "".join(texts[Content]), calls)
+def join_pieces(pieces: Iterable[Piece]) -> list[tuple[Piece, str]]:
+    """The first piece of each block of an answer, and the text of the whole block: of a call, that of its arguments."""
+    blocks = [list(block) for _, block in groupby(pieces, block_key)]
+    return [(block[0], "".join(piece.text for piece in block if not isinstance(piece, CallBegin))) for block in blocks]

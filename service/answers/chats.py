@@ -18,6 +18,7 @@ from service.answers.tool_calls import ToolCallParser
 from service.http.errors import invalid, wrong_shape
 from service.http.openai_schemas import ChatRequest
 
+BYTES_PER_CHECK = 1 << 10  # converting so much of a conversation takes less time than checking a glob
 DEFAULT_LARGE_MAX_TOKENS = 1024  # with log-probabilities or a trace for each token
 
 

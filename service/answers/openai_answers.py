@@ -1,11 +1,16 @@
-"""Parts of answers that both OpenAI routes have: usage, token strings, and the log-probabilities of a prompt."""
+"""Parts of answers that both OpenAI routes have: chunks, usage, token strings, and log-probabilities of a prompt."""
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 
 from forwardscope.results.openai import (
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChoice,
     CompletionTokensDetails,
     CompletionUsage,
     PromptLogprob,
@@ -18,6 +23,7 @@ from model.text.transcript import End, TokenOutput
 from service.answers.generation import Generation
 from service.http.errors import draining, timed_out
 from service.http.openai_schemas import OpenAIRequest
+from service.http.sse import event
 
 
 def usage(generation: Generation, num_reasoning: int | None = None) -> CompletionUsage:
@@ -29,16 +35,6 @@ def usage(generation: Generation, num_reasoning: int | None = None) -> Completio
         PromptTokensDetails(generation.num_cached),
         None if num_reasoning is None else CompletionTokensDetails(num_reasoning),
     )
-
-
-def has_last_usage(body: OpenAIRequest) -> bool:
-    """Whether a stream ends with a chunk that has the usage and no choices."""
-    return body.stream_options is not None and body.stream_options.include_usage
-
-
-def has_running_usage(body: OpenAIRequest) -> bool:
-    """Whether each chunk of a stream has the usage so far."""
-    return body.stream_options is not None and body.stream_options.continuous_usage_stats
 
 
 def finish_reason(end: End, generation: Generation) -> Literal["stop", "length"]:
@@ -107,22 +103,60 @@ class TokenStrings:
         return result
 
 
-def prompt_logprobs(tokens: Sequence[TokenOutput], num_top: int, strings: TokenStrings) -> PromptLogprobs:
-    """Describe the tokens of a prompt as vLLM does: for each, token id -> log-probability, rank and text.
+class OpenAIWriter:
+    """The part of the writers of completions and of chats that is the same: the head and the usage of their chunks.
 
-    Each entry has the token itself and the `num_top` most likely ones. The first token has no prediction.
+    `chunk` is the class of the chunks.
     """
 
-    def describe(token: TokenOutput) -> dict[str, PromptLogprob] | None:
-        logprobs = token.logprobs
+    def __init__(
+        self, body: OpenAIRequest, generation: Generation, chunk: type[Completion] | type[ChatCompletionChunk]
+    ) -> None:
+        options = body.stream_options
+        self._generation = generation
+        self._num_prompt_top = body.prompt_logprobs
+        self._new_chunk: Any = chunk
+        self._strings = TokenStrings(generation.call.checkpoint.tokenizer, as_ids=body.return_tokens_as_token_ids)
+        self._has_last_usage = options is not None and options.include_usage
+        self._has_running_usage = options is not None and options.continuous_usage_stats
+        self._has_begun = [False] * generation.num_choices
+        self._head: dict[str, Any] = {
+            "id": generation.id,
+            "created": int(time.time()),
+            "model": generation.model_name,
+        }
+
+    def _usage(self) -> CompletionUsage:
+        return usage(self._generation)
+
+    def _chunk(self, part: CompletionChoice | ChatChunkChoice, **fields: Any) -> bytes:
+        """Write a chunk with a new part of one choice, and the usage so far if the request asks for it."""
+        counts = self._usage() if self._has_running_usage else None
+        return event(self._new_chunk(**self._head, choices=[part], usage=counts, **fields))
+
+    def last_chunks(self) -> list[bytes]:
+        """The chunk with the usage and no choices, if the request asks for it."""
+        if not self._has_last_usage:
+            return []
+        return [event(self._new_chunk(**self._head, choices=(), usage=self._usage()))]
+
+    def _prompt_logprobs(self, tokens: Sequence[TokenOutput]) -> PromptLogprobs | None:
+        """Describe the tokens of a prompt as vLLM does, if the request asks for it.
+
+        For each token, token id -> log-probability, rank and text, of the token itself and of the most likely ones. The
+        first token has no prediction.
+        """
+        num_top = self._num_prompt_top
+        return None if num_top is None or not tokens else [self._prompt_entry(token, num_top) for token in tokens]
+
+    def _prompt_entry(self, token: TokenOutput, num_top: int) -> dict[str, PromptLogprob] | None:
+        logprobs, text_of = token.logprobs, self._strings.text
         if logprobs is None:
             return None
         entries = {
-            str(token_id): PromptLogprob(logprob, rank, strings.text(token_id))
+            str(token_id): PromptLogprob(logprob, rank, text_of(token_id))
             for rank, (token_id, logprob) in enumerate(logprobs.top[:num_top], 1)
             if token_id != token.token_id
         }
-        own = PromptLogprob(logprobs.chosen, logprobs.rank, strings.text(token.token_id))
+        own = PromptLogprob(logprobs.chosen, logprobs.rank, text_of(token.token_id))
         return {str(token.token_id): own} | entries
-
-    return [describe(token) for token in tokens]

@@ -57,11 +57,6 @@ class PromptPlan:
         matches = () if self.edit_plan is None else self.edit_plan.matches
         return cost_of(len(self.ids), sum(len(each.stages) for each in matches))
 
-    @property
-    def can_share_pass(self) -> bool:
-        """Whether the network can compute this pass together with others."""
-        return self.prompt_pass(None).transformer is not None
-
     def prompt_pass(self, tap: Tap | None, rows: Sequence[int] | None = None) -> PromptPass:
         """The pass with a tap."""
         return PromptPass(self.subject.network, self.ids, self.subject.device, tap, rows)
@@ -125,7 +120,7 @@ async def answer_prompts(
     used = budget.pass_bytes / settings.max_pass_bytes  # of the memory of a pass
 
     def cost_of_plan(plan: Plan) -> int:
-        if not plan.can_share_pass:
+        if plan.prompt_pass(None).transformer is None:  # the network cannot compute this pass together with others
             return MAX_COST
         share = max(used, len(plan.ids) / settings.max_pass_tokens)  # of the limits of a pass
         return max(plan.cost, ceil(MAX_COST * share))

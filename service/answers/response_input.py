@@ -14,7 +14,6 @@ from service.http.openai_schemas import (
     ChatRequest,
     Function,
     FunctionCall,
-    JsonSchema,
     Message,
     Nullable,
     ResponseFormat,
@@ -178,6 +177,7 @@ def chat_request(body: ResponsesRequest, conversation: Conversation) -> ChatRequ
     has_logprobs = LOGPROBS in body.include
     if body.top_logprobs and not has_logprobs:
         raise invalid("top_logprobs", f"is only for answers with log-probabilities; send include: [{LOGPROBS!r}]")
+    choice = body.tool_choice
     return unchecked(
         ChatRequest,
         **{name: getattr(body, name) for name in SHARED_FIELDS & body.model_fields_set},
@@ -188,18 +188,15 @@ def chat_request(body: ResponsesRequest, conversation: Conversation) -> ChatRequ
         response_format=None if body.text is None or body.text.format is None else chat_format(body.text.format),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         tools=[chat_tool(tool) for tool in body.tools],
-        tool_choice=chat_tool_choice(body.tool_choice),
+        tool_choice=unchecked(ToolChoice, **dict(choice)) if isinstance(choice, ResponseToolChoice) else choice,
     )
 
 
 def chat_format(wanted: TextFormat) -> ResponseFormat:
     """The format of a chat. Raises 400 if the schema is missing."""
-    if wanted.type != "json_schema":
-        return unchecked(ResponseFormat, type=wanted.type)
-    if wanted.schema_ is None:
+    if wanted.type == "json_schema" and wanted.schema_ is None:
         raise invalid("text.format", "has the type json_schema, so it needs the field schema")
-    schema = unchecked(JsonSchema, name=wanted.name, schema_=wanted.schema_, strict=wanted.strict)
-    return unchecked(ResponseFormat, type="json_schema", json_schema=schema)
+    return unchecked(ResponseFormat, type=wanted.type, json_schema=wanted)
 
 
 def chat_tool(tool: Any) -> Tool:
@@ -207,10 +204,6 @@ def chat_tool(tool: Any) -> Tool:
         return unchecked(Tool, type=tool.type)
     function = unchecked(Function, **tool.model_dump(exclude={"type"}, exclude_unset=True))
     return unchecked(Tool, type="function", function=function)
-
-
-def chat_tool_choice(choice: str | ResponseToolChoice | None) -> Any:
-    return unchecked(ToolChoice, **dict(choice)) if isinstance(choice, ResponseToolChoice) else choice
 
 
 def unchecked(kind: type[Part], **fields: Any) -> Part:

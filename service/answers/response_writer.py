@@ -37,7 +37,7 @@ from forwardscope.results.responses import (
     TraceEvent,
 )
 from model.text.transcript import TokenOutput
-from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece
+from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
 from service.answers.generation import Choice
 from service.answers.openai_answers import TokenStrings
@@ -49,12 +49,14 @@ from service.http.sse import event
 TEXT_MARK = "\0"  # the place of the text in `OpenItem.frame`; no other text of an event has it
 NUMBER = b'"sequence_number":'
 Kind = Literal["message", "reasoning", "function_call"]
+KINDS: dict[type[Piece], Kind] = {Reasoning: "reasoning", Content: "message", CallArguments: "function_call"}
 ID_PREFIXES: dict[Kind, str] = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
-DELTAS: dict[Kind, Any] = {
-    "message": "response.output_text.delta",
-    "reasoning": "response.reasoning_text.delta",
-    "function_call": "response.function_call_arguments.delta",
+TEXTS: dict[Kind, str] = {
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
 }
+"""The beginning of the types of events about the text of an item."""
 
 
 @dataclass
@@ -85,8 +87,8 @@ class OpenItem:
         return "".join(self.texts)
 
     def delta(self, number: int, text: str, logprobs: list[OutputLogprob]) -> ItemDelta:
-        fields: Any = {"logprobs": logprobs} if self.kind == "message" else {}
-        return ItemDelta(type=DELTAS[self.kind], sequence_number=number, delta=text, **self.place, **fields)
+        fields: Any = {"type": f"{TEXTS[self.kind]}.delta"} | ({"logprobs": logprobs} if self.kind == "message" else {})
+        return ItemDelta(sequence_number=number, delta=text, **self.place, **fields)
 
     def part(self, text: str) -> OutputText | ReasoningText:
         if self.kind == "reasoning":
@@ -221,11 +223,7 @@ class ResponseWriter:
         if isinstance(piece, CallBegin):
             yield from self._begin_item("function_call", piece)
             return
-        kind: Kind = "reasoning"
-        if isinstance(piece, Content):
-            kind = "message"
-        elif isinstance(piece, CallArguments):
-            kind = "function_call"
+        kind = KINDS[type(piece)]
         if self._open is None or self._open.kind != kind:
             yield from self._begin_item(kind)
         yield self._delta(piece.text)
@@ -262,12 +260,9 @@ class ResponseWriter:
             yield self._delta("")
         if item.call is not None:
             yield self._event(ArgumentsDone, name=item.call.name, arguments=item.text, **item.place)
-        elif item.kind == "reasoning":
-            yield self._event(TextDone, type="response.reasoning_text.done", text=item.text, **item.place)
         else:
-            fields = {"text": item.text, "logprobs": item.logprobs}
-            yield self._event(TextDone, type="response.output_text.done", **fields, **item.place)
-        if item.call is None:
+            fields = {"text": item.text} | ({"logprobs": item.logprobs} if item.kind == "message" else {})
+            yield self._event(TextDone, type=f"{TEXTS[item.kind]}.done", **fields, **item.place)
             yield self._event(PartEvent, type="response.content_part.done", part=item.part(item.text), **item.place)
         done = item.item(status)
         yield self._event(ItemEvent, type="response.output_item.done", output_index=item.index, item=done)

@@ -384,7 +384,18 @@ class ResponseFormat(Nullable):
     schema_: JsonObject | None = Field(None, alias="schema", description="the schema, in the form of other servers")
 
 
-class ChatRequest(OpenAIRequest):
+class ChatFields(OpenAIRequest):
+    """The fields that chats have in both forms of OpenAI's API."""
+
+    parallel_tool_calls: bool = Field(True, description="false: at most one call, if a grammar enforces its form")
+    chat_template_kwargs: JsonObject = Field({}, description="variables for the chat template, such as enable_thinking")
+    enable_thinking: bool | None = Field(None, description="passed to a chat template with a switch for thinking")
+    allow_special_tokens: bool = Field(
+        False, description="the text of a special token in the request is the token; default: plain text"
+    )
+
+
+class ChatRequest(ChatFields):
     model_config = example(
         messages=[{"role": "user", "content": "What is the capital of France?"}], max_completion_tokens=16
     )
@@ -405,17 +416,12 @@ class ChatRequest(OpenAIRequest):
     tool_choice: Literal["none", "auto", "required", "any"] | ToolChoice | None = Field(
         None, description="default: auto with tools, else none; any means required"
     )
-    parallel_tool_calls: bool = Field(True, description="false: at most one call, if a grammar enforces its form")
     add_generation_prompt: bool | None = Field(
         None, description="begin a new message of the assistant; default: true, unless the last message is continued"
     )
     continue_final_message: bool = Field(False, description="continue the last message instead of beginning a new one")
-    chat_template_kwargs: JsonObject = Field({}, description="variables for the chat template, such as enable_thinking")
     documents: Annotated[list[JsonObject], at_most(MAX_MESSAGES)] | None = Field(
         None, description="passed to the chat template"
-    )
-    allow_special_tokens: bool = Field(
-        False, description="the text of a special token in the request is the token; default: plain text"
     )
     prediction: Ignored
     modalities: Any = not_implemented(["text"])
@@ -429,7 +435,6 @@ class ChatRequest(OpenAIRequest):
     reasoning_effort: ShortText | None = Field(
         None, description="passed to a chat template that uses it; if the template only has a switch, none turns it off"
     )
-    enable_thinking: bool | None = Field(None, description="passed to a chat template with a switch for thinking")
     web_search_options: Any = not_implemented()
     moderation: Any = not_implemented()
     include_reasoning: bool = Field(True, description="false: leave the text between the marks of thinking out")

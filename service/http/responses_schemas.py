@@ -11,13 +11,14 @@ from service.http.field_types import ShortText, StrictBody, Text, at_most
 from service.http.openai_schemas import (
     MAX_MESSAGES,
     MAX_TOP,
+    ChatFields,
     ContentPart,
     Function,
     Ignored,
     JsonObject,
+    JsonSchema,
     NamedTool,
     Nullable,
-    OpenAIRequest,
     not_implemented,
 )
 from service.http.schemas import example
@@ -164,12 +165,10 @@ class ResponseToolChoice(NamedTool):
     tools: Annotated[list[NamedTool], Field(fail_fast=True), at_most(128)] = Field([], description="allowed tools")
 
 
-class TextFormat(Nullable):
+class TextFormat(JsonSchema):
     """Any text, any JSON object, or JSON that follows a schema, as in chats."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: ShortText | None = None
-    description: Text | None = None
     schema_: JsonObject | None = Field(None, alias="schema", description="required for the type json_schema")
     strict: bool = Field(True, description="false: objects may have properties that the schema does not name")
 
@@ -190,7 +189,7 @@ class ItemsQuery(StrictBody):
     order: Literal["asc", "desc"] = Field("desc", description="asc: the oldest items first")
 
 
-class ResponsesRequest(OpenAIRequest):
+class ResponsesRequest(ChatFields):
     model_config = example(input="What is the capital of France?", max_output_tokens=16)
 
     input: Text | Annotated[list[InputItem], Field(fail_fast=True), at_most(MAX_MESSAGES)] = Field(
@@ -216,7 +215,6 @@ class ResponsesRequest(OpenAIRequest):
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = Field(
         None, description="default: auto with tools, else none"
     )
-    parallel_tool_calls: bool = Field(True, description="false: at most one call, if a grammar enforces its form")
     include: Annotated[list[ShortText], Field(fail_fast=True), at_most(32)] = Field(
         [], description=f"`{LOGPROBS}`: report the log-probabilities of the text; other entries are left out"
     )
@@ -225,11 +223,6 @@ class ResponsesRequest(OpenAIRequest):
     )
     truncation: Literal["auto", "disabled"] = Field(
         "disabled", description="auto is left out: an input that is too long is an error"
-    )
-    chat_template_kwargs: JsonObject = Field({}, description="variables for the chat template, such as enable_thinking")
-    enable_thinking: bool | None = Field(None, description="passed to a chat template with a switch for thinking")
-    allow_special_tokens: bool = Field(
-        False, description="the text of a special token in the request is the token; default: plain text"
     )
     max_tool_calls: Ignored
     n: Any = not_implemented(1)

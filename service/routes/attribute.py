@@ -10,9 +10,10 @@ from service.answers.attribution.gradients import (
     answer_integrated_gradients,
 )
 from service.answers.attribution.lens import answer_lens
-from service.answers.attribution.question import read_question
+from service.answers.attribution.question import Question
 from service.answers.attribution.sweep import answer_sweep
 from service.answers.call import model_call
+from service.answers.prompts import prompt_ids
 from service.http.attribute_schemas import (
     AttributeRequest,
     AttributionPatchingRequest,
@@ -36,7 +37,8 @@ router = APIRouter(route_class=JsonRoute, tags=["inside"])
 )
 async def attribute(body: AttributeRequest, request: Request, state: StateDep) -> Response:
     fields = body.root
-    question = await read_question(fields, model_call(fields, request, state))
+    call = model_call(fields, request, state)
+    question = Question(**vars(call), ids=await prompt_ids(call, fields.prompt))
     match fields:
         case DirectRequest():
             return await answer_direct(fields, question)

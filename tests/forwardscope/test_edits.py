@@ -1,5 +1,6 @@
 """Edits in a model of `load`: the same numbers as those of a server, and errors that name the field."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -118,9 +119,8 @@ def test_a_vector_may_have_a_tensor_for_each_stage(local: LocalModel) -> None:
     ids=str,
 )
 def test_a_wrong_edit_is_an_error_that_names_its_field(local: LocalModel, edit: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidField) as error:
+    with pytest.raises(ValueError, match=rf"^{re.escape(field)}: "):
         local.run(PROMPT, edits=[edit])
-    assert error.value.field == field
     with pytest.raises(ValueError, match=r"^edits\.0"):
         local.generate(PROMPT, edits=[edit])
 

@@ -15,7 +15,7 @@ from model.text.roles import without_system_role
 from model.text.transcript import End, FinishReason, TokenOutput
 from service.answers.call_forms import BEGIN, END, FORMS, Form, form_of
 from service.answers.call_ids import demands_short_ids, new_call_id, with_short_ids
-from service.answers.chat_pieces import CallArguments, CallBegin, Content, WholeMessage, join_pieces
+from service.answers.chat_pieces import CallArguments, CallBegin, Content, join_pieces, text_of
 from service.answers.chat_stream import ChatStream
 from service.answers.generation import ChoiceOutput, Generation
 from service.answers.tool_calls import ToolCallParser
@@ -44,15 +44,16 @@ def new_parser(form: Form) -> ToolCallParser:
 
 def read(form: Form, pieces: list[str]) -> tuple[str, list[tuple[str, Any]]]:
     """The content and the calls of a text that arrives in pieces."""
-    found = message_of(new_parser(form), pieces)
-    assert len(found.calls) == len({call.id for call in found.calls})
-    return found.content, [(call.name, json.loads(call.arguments)) for call in found.calls]
+    content, calls = message_of(new_parser(form), pieces)
+    assert len(calls) == len({call.id for call, _ in calls})
+    return content, [(call.name, json.loads(arguments)) for call, arguments in calls]
 
 
-def message_of(parser: ToolCallParser, parts: Iterable[str]) -> WholeMessage:
-    """The message that a text makes, which arrives in parts."""
-    pieces = [piece for part in parts for piece in parser.push(part)]
-    return join_pieces([*pieces, *parser.finish()])
+def message_of(parser: ToolCallParser, parts: Iterable[str]) -> tuple[str, list[tuple[CallBegin, str]]]:
+    """The content of a text that arrives in parts, and its calls with their arguments."""
+    pieces = [*(piece for part in parts for piece in parser.push(part)), *parser.finish()]
+    calls = [(first, text) for first, text in join_pieces(pieces) if isinstance(first, CallBegin)]
+    return text_of(pieces, Content), calls
 
 
 WEATHER = ("get_weather", {"city": "Zürich"})
@@ -163,7 +164,8 @@ def test_arguments_are_the_text_that_the_model_wrote(form: Form, arguments: str,
     written = json.dumps(arguments) if is_text else arguments
     call = f'{{"name": "get_weather", "arguments": {written}}}'
     text = {"tagged": f"{BEGIN}{call}{END}", "list": f"[{call}]", "bare": call}[form]
-    assert [call.arguments for call in message_of(new_parser(form), [text]).calls] == [arguments]
+    _, calls = message_of(new_parser(form), [text])
+    assert [written for _, written in calls] == [arguments]
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), PUBLISHED)
@@ -182,7 +184,8 @@ def test_a_call_arrives_while_it_is_written(form: Form, text: str, content: str,
 def test_any_schema_of_a_client_may_have_arguments_that_are_text(properties: Any) -> None:
     functions = {"get_weather": {"type": "object", "properties": properties}}
     text = "<function=get_weather><parameter=city>Zürich</parameter></function>"
-    assert message_of(ToolCallParser("xml", functions, lambda: "id"), [text]).calls[0].arguments == '{"city": "Zürich"}'
+    _, [(_, arguments)] = message_of(ToolCallParser("xml", functions, lambda: "id"), [text])
+    assert arguments == '{"city": "Zürich"}'
 
 
 @pytest.mark.parametrize(
@@ -196,8 +199,8 @@ def test_any_schema_of_a_client_may_have_arguments_that_are_text(properties: Any
     ],
 )
 def test_a_broken_call_has_the_arguments_that_were_written(text: str, content: str, arguments: str) -> None:
-    found = message_of(new_parser("tagged"), text)
-    assert (found.content, [call.arguments for call in found.calls]) == (content, [arguments])
+    found, calls = message_of(new_parser("tagged"), text)
+    assert (found, [written for _, written in calls]) == (content, [arguments])
 
 
 OPEN = f'{BEGIN}{{"'  # a text of JSON begins, in which marks do not count
@@ -224,7 +227,7 @@ def test_a_long_text_of_marks_is_read_in_linear_time(begin: str, piece: str, end
     """Quadratic work on these texts would take many seconds."""
     text = begin + piece * ((40_000 if length == 1 else 100_000) // len(piece)) + end
     parts = (text[start : start + length] for start in range(0, len(text), length))
-    assert message_of(new_parser("tagged"), parts).content == text
+    assert message_of(new_parser("tagged"), parts) == (text, [])
 
 
 def test_calls_behind_many_broken_ones_are_read() -> None:

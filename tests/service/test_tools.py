@@ -232,8 +232,8 @@ def test_a_demanded_call_is_written_as_the_model_writes_calls(form: Form) -> Non
     assert is_allowed(text)
     parser = ToolCallParser(form, {"f": PLAIN}, lambda: "id")
     found = join_pieces([*(piece for character in text for piece in parser.push(character)), *parser.finish()])
-    assert [json.loads(call.arguments) for call in found.calls] == calls
-    assert found.content == ""
+    assert [json.loads(arguments) for _, arguments in found] == calls
+    assert all(isinstance(first, CallBegin) for first, _ in found)
     wrong = {
         "s=": "t=",
         '"s"': '"t"',

@@ -18,6 +18,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -28,7 +29,8 @@ from forwardscope_ray.prompt_prefix import prefix_blocks
 from forwardscope_ray.relay import Relay
 from service.http.buffers import Buffers
 from service.http.cors import Cors
-from service.http.errors import ApiError, ClientGone, InternalErrors, timed_out
+from service.http.disconnects import unless_disconnected
+from service.http.errors import ApiError, InternalErrors, timed_out
 from service.http.gate import STORING_METHODS, Gate
 from service.settings import Settings
 
@@ -81,17 +83,7 @@ class Forward:
         body = b"" if scope["method"] == "GET" else (await receive())["body"]  # `Gate` has read it
         sent = {key: scope[key] for key in SCOPE_KEYS if key in scope}
         call = Call(sent, body, prefix_blocks(scope["path"], body))
-        work = asyncio.ensure_future(self._answer(call, scope, receive, send))
-        watch = asyncio.ensure_future(disconnected(receive))
-        try:
-            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise ClientGone
-            work.result()
-        finally:
-            work.cancel()
-            watch.cancel()
-            await asyncio.gather(work, watch, return_exceptions=True)
+        await unless_disconnected(Request(scope, receive), self._answer(call, scope, receive, send))
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -171,12 +163,6 @@ class Forward:
         response = Response(body, head.status)
         response.raw_headers = head.headers
         return response
-
-
-async def disconnected(receive: Receive) -> None:
-    """Return when the client has closed its connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def no_replica() -> ApiError:

@@ -70,9 +70,7 @@ class PrefixRouter(RequestRouter):
         """Rank the replicas: each rank has one replica, and Ray takes the first one that accepts the request."""
         call = call_of(pending_request)
         replicas = {replica.replica_id: replica for replica in candidate_replicas}
-        untried = {id: replica for id, replica in replicas.items() if id.unique_id not in call.excluded}
-        if untried:
-            replicas = untried
+        replicas = {id: each for id, each in replicas.items() if id.unique_id not in call.excluded} or replicas
         if not replicas:
             return []
         loads = {id: self.replica_queue_len_cache.get(id) or 0 for id in replicas}

@@ -14,7 +14,7 @@ from model.analysis.attribution.gradients import compute_gradients, differentiab
 from model.analysis.attribution.integrated_gradients import IntegratedGradientsRun, embeddings_of, mean_embedding
 from model.analysis.attribution.target import LossTarget, Target
 from model.tracing.pauses import pause
-from model.tracing.selection import Selection, StageCollector
+from model.tracing.selection import Detail, Selection, StageCollector
 from model.tracing.stages import Stage, sizes_of
 from service.answers.attribution.gradient_jobs import Copied, answer_gradients, float_network_of
 from service.answers.attribution.question import Question, find_stages, read_target, second_prompt
@@ -24,30 +24,29 @@ from service.http.attribute_schemas import AttributionPatchingRequest, GradientR
 from service.http.errors import invalid
 
 
-async def find_selection(
-    question: Question, body: GradientRequest | AttributionPatchingRequest, detail: Any
-) -> Selection:
-    """The stages, positions and heads of a request. Raises 400 for those that do not exist."""
-    config = question.checkpoint.model.config
+async def read_stages(
+    question: Question, body: GradientRequest | AttributionPatchingRequest, detail: Detail
+) -> tuple[Selection, Target, int]:
+    """The selected stages, the target of a pass with them, and the number of rows of logits that the pass computes.
+
+    Raises 400 for stages, positions, heads and targets that do not exist.
+    """
+    config, num_tokens = question.checkpoint.model.config, len(question.ids)
     stages = await find_stages(question, differentiable_stages(config), body.stages)
-    positions = None if body.positions is None else find_positions(body.positions, len(question.ids), "positions")
+    positions = None if body.positions is None else find_positions(body.positions, num_tokens, "positions")
     check_selected_heads(body.heads, config.num_heads, stages)
-    return Selection(stages=stages, detail=detail, positions=positions, heads=body.heads)
-
-
-def with_needed_rows(target: Target, stages: list[Stage]) -> tuple[Target, bool]:
-    """The target of a pass with these stages, and whether the pass computes the logits of all positions."""
+    selection = Selection(stages=stages, detail=detail, positions=positions, heads=body.heads)
+    target = await read_target(question, body)
     if isinstance(target, LossTarget):
-        return target, True
+        return selection, target, num_tokens
     has_all_rows = any(stage.has_selected_rows for stage in stages)
-    return replace(target, has_all_rows=has_all_rows), has_all_rows
+    return selection, replace(target, has_all_rows=has_all_rows), num_tokens if has_all_rows else 1
 
 
 async def answer_gradient(body: GradientRequest, question: Question) -> Response:
     network = float_network_of(question)  # before all other checks
-    selection = await find_selection(question, body, body.detail)
+    selection, target, num_logits = await read_stages(question, body, body.detail)
     sizes = sizes_of(question.checkpoint.model.config, len(question.ids))
-    target, has_all_rows = with_needed_rows(await read_target(question, body), list(selection.stages))
     edits = await question.plan_edits(body.edits, question.ids)
     num_values = sum(math.prod(selection.shape(stage, sizes)) for stage in selection.stages)
 
@@ -69,7 +68,7 @@ async def answer_gradient(body: GradientRequest, question: Question) -> Response
         results.Gradients,
         job,
         num_passes=1,
-        num_logits=len(question.ids) if has_all_rows else 1,
+        num_logits=num_logits,
         response_bytes=question.response_bytes(
             len(selection.stages), num_values if body.detail == "values" else 0, network.dtype, body.encoding
         ),
@@ -129,10 +128,9 @@ async def answer_integrated_gradients(body: IntegratedGradientsRequest, question
 
 async def answer_attribution_patching(body: AttributionPatchingRequest, question: Question) -> Response:
     network = float_network_of(question)
-    selection = await find_selection(question, body, "values")
+    selection, target, num_logits = await read_stages(question, body, "values")
     corrupted = await second_prompt(question, body.corrupted, "corrupted")
     sizes = sizes_of(question.checkpoint.model.config, len(question.ids))
-    target, has_all_rows = with_needed_rows(await read_target(question, body), list(selection.stages))
     edits = await question.plan_edits(body.edits, question.ids, corrupted)
     effects = [Stage(stage.name, effect_dims(stage)) for stage in selection.stages]
     num_values = sum(math.prod(selection.shape(stage, sizes)) for stage in effects)
@@ -163,7 +161,7 @@ async def answer_attribution_patching(body: AttributionPatchingRequest, question
         results.AttributionPatching,
         job,
         num_passes=2,
-        num_logits=len(question.ids) if has_all_rows else 1,
+        num_logits=num_logits,
         response_bytes=question.response_bytes(len(selection.stages), num_values, network.dtype),
         edits=edits,
     )

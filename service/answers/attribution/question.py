@@ -23,7 +23,7 @@ from service.answers.call import ModelCall
 from service.answers.edits import bind_edits, find_vector, read_edits
 from service.answers.prompts import Prompt, check_ids, longest_token_bytes, prompt_ids, token_answers, token_text
 from service.answers.stage_answers import select_stages
-from service.http.attribute_schemas import LogitRequest, PromptRequest, TargetRequest
+from service.http.attribute_schemas import LogitRequest, TargetRequest
 from service.http.edit_schemas import Edit
 from service.http.encoding import NAMES, Encoding
 from service.http.errors import invalid, invalid_field
@@ -104,11 +104,6 @@ class Question(ModelCall):
             return results.Target(None, None, target.position, target.stage.name)
         minus = None if target.minus is None else self.token_answer(target.minus)
         return results.Target(self.token_answer(target.token), minus, target.position)
-
-
-async def read_question(body: PromptRequest, call: ModelCall) -> Question:
-    """Check the prompt of a request."""
-    return Question(**vars(call), ids=await prompt_ids(call, body.prompt))
 
 
 async def second_prompt(question: Question, prompt: Prompt, param: str) -> list[int]:

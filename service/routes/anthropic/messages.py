@@ -1,7 +1,6 @@
 """POST /v1/messages and POST /v1/messages/count_tokens: answer a conversation, in the form of Anthropic's API."""
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -35,13 +34,13 @@ from forwardscope.results.anthropic import (
 from forwardscope.results.generations import TokenLogprob
 from service.answers.anthropic_conversations import ChatConversion, input_of
 from service.answers.call import ModelCall, model_call
-from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning
+from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning, block_key, join_pieces
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
-from service.answers.chats import count_prompt, start_chat
+from service.answers.chats import BYTES_PER_CHECK, count_prompt, start_chat
 from service.answers.generation import Choice
 from service.answers.openai_answers import ChunkTemplate
 from service.http.anthropic_schemas import ConversationRequest, CountTokensRequest, MessagesRequest
-from service.http.bodies import INLINE_BYTES, JsonRoute
+from service.http.bodies import JsonRoute
 from service.http.encoding import json_response
 from service.http.errors import anthropic_error
 from service.http.openapi import MESSAGE_EVENT, also, error_answers
@@ -85,10 +84,8 @@ async def count_tokens(body: CountTokensRequest, request: Request, state: StateD
 
 async def convert(body: ConversationRequest, call: ModelCall) -> ChatConversion:
     """Convert a request to a chat; a large one outside of the event loop."""
-    if call.reservation.num_bytes <= INLINE_BYTES:
-        conversion = ChatConversion(body)
-    else:
-        conversion = await call.state.worker.executors.run("bodies", lambda: ChatConversion(body))
+    num_checks = call.reservation.num_bytes // BYTES_PER_CHECK
+    conversion = await call.run_here_or_on_thread(num_checks, lambda: ChatConversion(body))
     call.notes.ignored_fields += conversion.left_out
     return conversion
 
@@ -109,15 +106,17 @@ class Writer:
         (choice,) = choices
         output = self._stream.read_whole(choice)
         assert output.end is not None
-        return AssistantMessage(
-            id=self._generation.id,
-            model=self._generation.model_name,
-            content=[whole_block(list(pieces)) for _, pieces in groupby(output.pieces, block_key)],
+        return self._message(
+            content=[whole_block(*block) for block in join_pieces(output.pieces)],
             **end_fields(output.end),
-            usage=self._usage(),
             logprobs=self._logprobs(output),
             trace=output.traces,
             edits=self._generation.edit_answers(0),
+        )
+
+    def _message(self, **fields: Any) -> AssistantMessage:
+        return AssistantMessage(
+            id=self._generation.id, model=self._generation.model_name, usage=self._usage(), **fields
         )
 
     def _usage(self) -> MessageUsage:
@@ -133,7 +132,7 @@ class Writer:
         """Write the events for the output of one step. Our own fields are in a ping, which clients skip."""
         if not self._has_begun:
             self._has_begun = True
-            yield write(MessageStart(message=self._empty_message()))
+            yield write(MessageStart(message=self._message(content=(), stop_reason=None, stop_sequence=None)))
         logprobs = self._logprobs(output) or None
         if logprobs or output.traces:
             (trace,) = output.traces or (None,)
@@ -151,16 +150,6 @@ class Writer:
         if self._generation.params.logprobs is None:
             return None
         return [describe_logprobs(token, self._generation.text_of) for token in output.tokens]
-
-    def _empty_message(self) -> AssistantMessage:
-        return AssistantMessage(
-            id=self._generation.id,
-            model=self._generation.model_name,
-            content=(),
-            stop_reason=None,
-            stop_sequence=None,
-            usage=self._usage(),
-        )
 
     def _piece_events(self, piece: Piece) -> Iterator[bytes]:
         if block_key(piece) != self._key:
@@ -194,11 +183,6 @@ def write_error(content: dict[str, Any]) -> bytes:
     return event(anthropic_error(content), kind="error")
 
 
-def block_key(piece: Piece) -> object:
-    """A key that is the same for neighbouring pieces of one block."""
-    return piece.index if isinstance(piece, CallBegin | CallArguments) else type(piece)
-
-
 def empty_block(piece: Piece) -> MessageBlock:
     """The block that begins with a piece, without its content."""
     if isinstance(piece, CallBegin):
@@ -206,10 +190,8 @@ def empty_block(piece: Piece) -> MessageBlock:
     return ThinkingBlock(thinking="", signature="") if isinstance(piece, Reasoning) else TextBlock(text="")
 
 
-def whole_block(pieces: Sequence[Piece]) -> MessageBlock:
-    """The block that some pieces make."""
-    first = pieces[0]
-    text = "".join(piece.text for piece in pieces if not isinstance(piece, CallBegin))
+def whole_block(first: Piece, text: str) -> MessageBlock:
+    """The block that begins with a piece, with its whole text."""
     if isinstance(first, CallBegin):
         return ToolUseBlock(id=first.id, name=first.name, input=input_of(text))
     return ThinkingBlock(thinking=text, signature=SIGNATURE) if isinstance(first, Reasoning) else TextBlock(text=text)

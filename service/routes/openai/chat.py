@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: answer a conversation, in the form of OpenAI's API."""
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -20,29 +19,21 @@ from forwardscope.results.openai import (
     FunctionCallDelta,
     Message,
     MessageDelta,
-    PromptLogprobs,
     ToolCall,
     ToolCallDelta,
     TopLogprob,
 )
 from model.text.transcript import TokenOutput
 from service.answers.call import model_call
-from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning, join_pieces
+from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning, join_pieces, text_of
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
 from service.answers.chats import start_chat
 from service.answers.generation import Choice
-from service.answers.openai_answers import (
-    ChunkTemplate,
-    TokenStrings,
-    has_last_usage,
-    has_running_usage,
-    prompt_logprobs,
-    usage,
-)
+from service.answers.openai_answers import ChunkTemplate, OpenAIWriter, usage
 from service.http.bodies import JsonRoute
 from service.http.openai_schemas import ChatRequest
 from service.http.openapi import EVENT, also
-from service.http.sse import EventStream, event
+from service.http.sse import EventStream
 from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"])
@@ -62,21 +53,13 @@ async def chat(body: ChatRequest, request: Request, state: StateDep) -> Response
     return await stream.generation.respond(writer.answer)
 
 
-class Writer:
+class Writer(OpenAIWriter):
     """Writes the answer of a chat, whole or as the chunks of a stream."""
 
     def __init__(self, body: ChatRequest, stream: ChatStream) -> None:
+        super().__init__(body, stream.generation, ChatCompletionChunk)
         self._body = body
         self._stream = stream
-        self._generation = stream.generation
-        self._strings = TokenStrings(self._generation.call.checkpoint.tokenizer, as_ids=body.return_tokens_as_token_ids)
-        self._has_running_usage = has_running_usage(body)
-        self._has_begun = [False] * self._generation.num_choices
-        self._head: dict[str, Any] = {
-            "id": self._generation.id,
-            "created": int(time.time()),
-            "model": self._generation.model_name,
-        }
         has_plain_chunks = body.stream and not (body.logprobs or body.return_token_ids or self._has_running_usage)
         indices = range(body.n if has_plain_chunks else 0)
         self._templates = [ChunkTemplate(partial(self._text_chunk, index)) for index in indices]
@@ -88,20 +71,23 @@ class Writer:
             choices=[self._choice(output) for output in outputs],
             usage=self._usage(),
             prompt_token_ids=self._prompt_ids(0),
-            prompt_logprobs=self._prompt_logprobs(outputs[0]),
+            prompt_logprobs=self._prompt_logprobs(outputs[0].prompt_tokens),
         )
 
     def _choice(self, output: ChatOutput) -> ChatChoice:
         assert output.end is not None
-        found = join_pieces(output.pieces)
-        functions = [FunctionCall(call.name, call.arguments) for call in found.calls]
-        calls = [ToolCall(id=call.id, function=each) for call, each in zip(found.calls, functions, strict=True)]
+        calls = [
+            ToolCall(id=first.id, function=FunctionCall(first.name, text))
+            for first, text in join_pieces(output.pieces)
+            if isinstance(first, CallBegin)
+        ]
+        content = text_of(output.pieces, Content)
         message = Message(
-            content=found.content or None if calls else found.content,
+            content=content or None if calls else content,
             refusal=None,
-            reasoning_content=found.reasoning or None,
+            reasoning_content=text_of(output.pieces, Reasoning) or None,
             tool_calls=() if self._body.functions else calls,
-            function_call=functions[0] if self._body.functions and functions else None,
+            function_call=calls[0].function if self._body.functions and calls else None,
         )
         return ChatChoice(message=message, finish_reason=self._finish_reason(output.end), **self._fields(output))
 
@@ -124,22 +110,14 @@ class Writer:
                 finish_reason=None if output.end is None else self._finish_reason(output.end),
                 **self._fields(output),
             )
-            yield self._chunk(part, prompt_logprobs=self._prompt_logprobs(output))
-
-    def _chunk(self, part: ChatChunkChoice, **fields: Any) -> bytes:
-        counts = self._usage() if self._has_running_usage else None
-        return event(ChatCompletionChunk(**self._head, choices=[part], usage=counts, **fields))
+            prompt_tokens = output.prompt_tokens if index == 0 else ()  # they are the same for all choices
+            yield self._chunk(part, prompt_logprobs=self._prompt_logprobs(prompt_tokens))
 
     def _text_chunk(self, index: int, text: str, role: Literal["assistant"] | None = None, **fields: Any) -> bytes:
         """Write a chunk that has nothing but a text of one choice."""
         delta = MessageDelta(role=role, content=text)
         part = ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None, stop_reason=None)
         return self._chunk(part, **fields)
-
-    def last_chunks(self) -> list[bytes]:
-        if not has_last_usage(self._body):
-            return []
-        return [event(ChatCompletionChunk(**self._head, choices=(), usage=self._usage()))]
 
     def _usage(self) -> CompletionUsage:
         return usage(self._generation, self._stream.num_reasoning)
@@ -163,13 +141,6 @@ class Writer:
         """The ids of the prompt, if the request asks for them. They are the same for all choices."""
         return self._generation.prompts[0] if self._body.return_token_ids and index == 0 else None
 
-    def _prompt_logprobs(self, output: ChatOutput) -> PromptLogprobs | None:
-        """The log-probabilities of the prompt's tokens, if the request asks for them."""
-        num_top = self._body.prompt_logprobs
-        if num_top is None or output.index != 0 or not output.prompt_tokens:
-            return None
-        return prompt_logprobs(output.prompt_tokens, num_top, self._strings)
-
     def _logprob(self, token: TokenOutput) -> ChatLogprob:
         assert token.logprobs is not None
         top = [TopLogprob(*self._token(*pair)) for pair in token.logprobs.top]
@@ -182,8 +153,6 @@ class Writer:
 
 def delta_of(pieces: Iterable[Piece], *, has_one_call: bool = False) -> MessageDelta:
     """The change of a message by some pieces. With `has_one_call`, its call is a `function_call`."""
-    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
-    content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
     calls = []
     for piece in pieces:
         if isinstance(piece, CallBegin):
@@ -196,5 +165,8 @@ def delta_of(pieces: Iterable[Piece], *, has_one_call: bool = False) -> MessageD
         arguments = "".join(call.function.arguments for call in calls)
         function, calls = FunctionCallDelta(name=calls[0].function.name, arguments=arguments), []
     return MessageDelta(
-        content=content or None, reasoning_content=reasoning or None, tool_calls=calls, function_call=function
+        content=text_of(pieces, Content) or None,
+        reasoning_content=text_of(pieces, Reasoning) or None,
+        tool_calls=calls,
+        function_call=function,
     )

@@ -1,6 +1,5 @@
 """POST /v1/completions: continue one or several prompts, in the form of OpenAI's API."""
 
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -14,21 +13,13 @@ from model.text.transcript import End, TokenOutput
 from service.answers.call import ModelCall, model_call
 from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation
 from service.answers.generation_plan import Inputs, Options
-from service.answers.openai_answers import (
-    ChunkTemplate,
-    TokenStrings,
-    finish_reason,
-    has_last_usage,
-    has_running_usage,
-    prompt_logprobs,
-    usage,
-)
+from service.answers.openai_answers import ChunkTemplate, OpenAIWriter, finish_reason
 from service.answers.prompts import as_list, param_of, prompt_ids
 from service.http.bodies import JsonRoute
 from service.http.errors import invalid
 from service.http.openai_schemas import CompletionRequest
 from service.http.openapi import EVENT, also
-from service.http.sse import EventStream, event
+from service.http.sse import EventStream
 from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"])
@@ -48,7 +39,7 @@ async def completions(body: CompletionRequest, request: Request, state: StateDep
     generation = await start_generation(Inputs(call, body, options, prompts))
     writer = Writer(body, generation)
     if body.stream:
-        return EventStream(generation.events(writer.events, writer.last_events), on_close=generation.close)
+        return EventStream(generation.events(writer.chunks, writer.last_chunks), on_close=generation.close)
     return await generation.respond(writer.answer)
 
 
@@ -99,20 +90,12 @@ async def read_prompts(body: CompletionRequest, call: ModelCall) -> list[list[in
     return found
 
 
-class Writer:
+class Writer(OpenAIWriter):
     """Writes the answer of a generation, whole or as the chunks of a stream."""
 
     def __init__(self, body: CompletionRequest, generation: Generation) -> None:
+        super().__init__(body, generation, Completion)
         self._body = body
-        self._generation = generation
-        self._strings = TokenStrings(generation.call.checkpoint.tokenizer, as_ids=body.return_tokens_as_token_ids)
-        self._has_running_usage = has_running_usage(body)
-        self._head: dict[str, Any] = {
-            "id": generation.id,
-            "created": int(time.time()),
-            "model": generation.model_name,
-        }
-        self._has_begun = [False] * generation.num_choices
         asks_more = body.logprobs is not None or body.return_token_ids or self._has_running_usage
         indices = range(generation.num_choices if body.stream and not asks_more else 0)
         self._templates = [ChunkTemplate(partial(self._text_chunk, index)) for index in indices]
@@ -126,14 +109,14 @@ class Writer:
                 of_prompt = sorted(of_prompt, key=mean_logprob, reverse=True)[:num_returned]
             returned += of_prompt
         answers = [self._choice(index, choice) for index, choice in enumerate(returned)]
-        return Completion(**self._head, choices=answers, usage=usage(self._generation))
+        return Completion(**self._head, choices=answers, usage=self._usage())
 
     def _choice(self, index: int, choice: Choice) -> CompletionChoice:
         assert choice.last is not None
         traces = choice.traces if self._generation.is_traced else None
         return self._part(index, choice.index, choice.prompt_tokens, choice.tokens, traces, choice.last.end)
 
-    def events(self, output: ChoiceOutput) -> Iterator[bytes]:
+    def chunks(self, output: ChoiceOutput) -> Iterator[bytes]:
         """Write one chunk for the output of one step."""
         step = output.result
         if self._templates and output.trace is None and step.end is None and not step.prompt_tokens:
@@ -143,20 +126,11 @@ class Writer:
         part = self._part(output.index, output.index, step.prompt_tokens, step.tokens, traces, step.end)
         yield self._chunk(part)
 
-    def _chunk(self, part: CompletionChoice) -> bytes:
-        counts = usage(self._generation) if self._has_running_usage else None
-        return event(Completion(**self._head, choices=[part], usage=counts))
-
     def _text_chunk(self, index: int, text: str) -> bytes:
         """Write a chunk that has nothing but a text of one choice."""
         return self._chunk(
             CompletionChoice(index=index, text=text, logprobs=None, finish_reason=None, stop_reason=None)
         )
-
-    def last_events(self) -> list[bytes]:
-        if not has_last_usage(self._body):
-            return []
-        return [event(Completion(**self._head, choices=(), usage=usage(self._generation)))]
 
     def _part(
         self,
@@ -172,16 +146,14 @@ class Writer:
         returned = [*prompt_tokens, *tokens] if body.echo else tokens
         is_first, self._has_begun[choice] = not self._has_begun[choice], True
         trace: Any = traces  # the JSON of each `StepTrace`
-        num_top, has_ids = body.prompt_logprobs, body.return_token_ids
+        has_ids = body.return_token_ids
         return CompletionChoice(
             index=index,
             text="".join(token.text for token in returned),
             logprobs=None if body.logprobs is None else self._logprobs(returned, body.logprobs),
             finish_reason=None if end is None else finish_reason(end, generation),
             stop_reason=None if end is None else end.stop_reason,
-            prompt_logprobs=None
-            if num_top is None or not prompt_tokens
-            else prompt_logprobs(prompt_tokens, num_top, self._strings),
+            prompt_logprobs=self._prompt_logprobs(prompt_tokens),
             prompt_token_ids=generation.prompts[choice // generation.params.n] if has_ids and is_first else None,
             token_ids=[token.token_id for token in tokens] if has_ids else None,
             trace=trace,

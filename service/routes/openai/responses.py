@@ -10,10 +10,10 @@ from fastapi import APIRouter, Request, Response
 from forwardscope.results.responses import InputTokensCount, ModelResponse, OutputItem, ResponseStreamEvent
 from service.answers.call import ModelCall, model_call
 from service.answers.chat_stream import ChatStream
-from service.answers.chats import count_prompt, start_chat
+from service.answers.chats import BYTES_PER_CHECK, count_prompt, start_chat
 from service.answers.response_input import Conversation, as_input, chat_request, placed_items, read_conversation
 from service.answers.response_writer import ResponseWriter, request_settings
-from service.http.bodies import INLINE_BYTES, JsonRoute
+from service.http.bodies import JsonRoute
 from service.http.encoding import json_response, to_json
 from service.http.errors import no_effect
 from service.http.openai_schemas import ChatRequest
@@ -84,8 +84,7 @@ async def read_input(body: ResponsesRequest, call: ModelCall) -> ReadInput:
         chat, settings = chat_request(body, conversation), request_settings(body)
         return ReadInput([item for _, item in items], body_bytes + stored_bytes, conversation, chat, settings)
 
-    is_small = reservation.num_bytes <= INLINE_BYTES
-    found = read() if is_small else await state.worker.executors.run("bodies", read)
+    found = await call.run_here_or_on_thread(reservation.num_bytes // BYTES_PER_CHECK, read)
     call.leave_out(parts_without_effect(body, found.conversation), no_effect)
     return found
 
