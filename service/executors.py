@@ -162,7 +162,7 @@ class Executors:
                 finish()
             else:  # nothing waits for the job any more, but it counts until it ends
                 loop = asyncio.get_running_loop()
-                future.add_done_callback(lambda _: loop.call_soon_threadsafe(finish))
+                future.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(finish))
 
     async def run_long(self, kind: Kind, job: Callable[[], Result]) -> Result:
         """Run a job that takes long. Its next `pause` raises `ClientGone` if nobody waits for its result any more."""
