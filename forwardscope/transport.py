@@ -49,6 +49,10 @@ class ServerAddress:
         if not isinstance(url, str) or not url.startswith(("http://", "https://")):
             hint = "" if not isinstance(url, str) or not url or "://" in url else f"; did you mean {f'http://{url}'!r}?"
             raise ValueError(f"url: {url!r} does not begin with http:// or https://{hint}")
+        if not isinstance(timeout, int | float) or not timeout > 0:
+            raise ValueError(f"timeout: {timeout!r} is not a number of seconds above 0")
+        if api_key is not None and not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):
+            raise ValueError("api_key: is not a text that a header can have; look for a line break at its end")
         self.url = url
         self.timeout = timeout
         self.max_retries = max_retries

@@ -169,8 +169,8 @@ class TestErrors:
 
     def test_a_silent_server_is_a_timeout_that_names_the_argument(self) -> None:
         with (
-            canned(answer({}, pause=0.0), Canned(pause=1.0, headers={"Content-Length": "99"})) as server,
-            Client(server.url, timeout=0.2) as client,
+            canned(answer({}, pause=0.0), Canned(pause=2.0, headers={"Content-Length": "99"})) as server,
+            Client(server.url, timeout=0.6) as client,
         ):
             with pytest.raises(ForwardscopeError, match="documented form"):
                 client.health()
@@ -202,6 +202,16 @@ class TestErrors:
     def test_a_url_without_http_is_refused(self, url: str) -> None:
         with pytest.raises(ValueError, match="does not begin with http"):
             Client(url)
+
+    @pytest.mark.parametrize("timeout", ["x", None, 0, -1.0, float("nan")])
+    def test_a_timeout_that_is_no_time_is_refused(self, timeout: Any) -> None:
+        with pytest.raises(ValueError, match="is not a number of seconds above 0"):
+            Client(timeout=timeout)
+
+    @pytest.mark.parametrize("key", ["secret\n", "sécret", b"secret"])
+    def test_a_key_that_no_header_can_have_is_refused(self, key: Any) -> None:
+        with pytest.raises(ValueError, match="api_key: is not a text that a header can have"):
+            Client(api_key=key)
 
     def test_a_number_that_json_does_not_have_is_refused(self, client: Client) -> None:
         with pytest.raises(ValueError, match="JSON"):
