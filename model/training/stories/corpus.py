@@ -43,10 +43,6 @@ def tell(rng: random.Random) -> Story:
             "Some days later, {a} and {b} met again {at}.",
             "The next week, {a} and {b} went back to the {p}.",
             "On another day, {a} and {b} were {at} again.",
-            a=story.hero,
-            b=story.friend,
-            p=story.place,
-            at=story.at,
         )
         draw_roles(story)
         second(story)
