@@ -15,7 +15,7 @@ from model.errors import short_repr
 
 DEFAULTS = gemma2.DEFAULTS | {"vocab_size": 262208, "num_attention_heads": 8, "max_position_embeddings": 131072}
 ROPE_KEYS = RopeKeys(default_theta=1e6, layer_type=FULL, states_scaled_length=True)
-TENSORS = gemma2.TENSORS | {name: source for name, source in qwen3.TENSORS.items() if "_norm." in name}
+TENSORS = gemma2.TENSORS | {name: source for name, source in qwen3.TENSORS.items() if name.endswith("_norm")}
 
 
 def read(config: ConfigReader) -> ModelConfig:

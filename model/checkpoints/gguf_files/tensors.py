@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model.checkpoints.families import FAMILIES
 from model.checkpoints.gguf_files.blocks import KINDS, GroupedBlocks
 from model.checkpoints.gguf_files.dequantize import FLOATS, TensorRows, value_dtype
 from model.checkpoints.gguf_files.header import StoredTensor
-from model.checkpoints.gguf_files.tensor_names import TABLES, Change, Target
+from model.checkpoints.gguf_files.tensor_names import Change, Target, targets_of
 from model.checkpoints.tensor_source import TensorHeader
 from model.config import MAX_SIZES
 from model.errors import CheckpointError, printable_name
@@ -61,6 +62,7 @@ class GGUFTensors:
         self.aliases: Mapping[str, str] = {}
         self._config = config
         self._quantized_as = quantized_as
+        self._targets = targets_of(FAMILIES[config["model_type"]])
         self._sources: dict[str, _Source] = {}
         for tensor in stored.values():
             if tensor.name not in CONFIG_TENSORS:
@@ -149,13 +151,12 @@ class GGUFTensors:
 
     def _target(self, tensor: StoredTensor) -> Target:
         """The target of a stored tensor, with the index of its layer. Unknown tensors keep their names."""
-        table = TABLES[self._config["model_type"]]
         layer = _LAYER.match(tensor.name)
         template = tensor.name if layer is None else f"blk.{{i}}.{tensor.name[layer.end() :]}"
         expert = _EXPERT.fullmatch(template.removeprefix("blk.{i}."))
         if expert is not None:
             template = f"blk.{{i}}.{expert[1]}_exps.weight"
-        target = table.get(template, Target(tensor.name))
+        target = self._targets.get(template, Target(tensor.name))
         name = target.name if layer is None else target.name.replace("{i}", str(int(layer[1])))
         if expert is not None:
             name = name.replace("{e}", expert[2])
