@@ -66,14 +66,12 @@ def read_rotary(source: ConfigSource, rotary_dim: int, sizes: Mapping[str, Any])
         if tensor.shape != (rotary_dim // 2,):
             raise CheckpointError(f"{tensor.file}: {name} has the shape {tensor.shape}, not ({rotary_dim // 2},)")
         factors[name.removesuffix(".weight")] = TensorRows(tensor).values(0, 1)[0].float().numpy()
-    max_positions = sizes["max_position_embeddings"]
-    return read_rope(source.reader, factors, rotary_dim=rotary_dim, max_positions=max_positions)
+    return read_rope(source.reader, factors, rotary_dim, sizes["max_position_embeddings"])
 
 
 def read_common(
     source: ConfigSource,
     model_type: str,
-    architecture: str,
     *,
     always_head_dim: bool = False,
     partial_key: str | None = None,
@@ -85,11 +83,11 @@ def read_common(
     the part of each head that is rotated; None if all of it is. `eps_key`: the key of the epsilon of norms.
     """
     reader, sizes = source.reader, read_sizes(source)
+    reader.ignore("rope.scaling.finetuned")
     head_dim = read_head_dim(source, sizes)
     stored_eps = "layer_norm_rms_epsilon" if eps_key == "rms_norm_eps" else "layer_norm_epsilon"
     config = {
         "model_type": model_type,
-        "architectures": [architecture],
         **sizes,
         "intermediate_size": reader.integer("feed_forward_length"),
         eps_key: reader.number(f"attention.{stored_eps}"),
