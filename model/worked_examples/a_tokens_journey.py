@@ -10,28 +10,15 @@ From `attn_out` on, the article follows only the last position. Between the step
 or two decimals.
 """
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
-from model.network.attention import probed_attention
-from model.ops.torch_attention import ScoreRule
 from model.ops.torch_ops import ACTIVATIONS
-from model.tracing.stages import HIDDEN, OUTPUT_STAGES, RESIDUAL, Stage, norm_stages
 from model.tracing.tap import Probe
 from model.worked_examples.published import Published
-from model.worked_examples.worked_example import (
-    ATTENTION,
-    WorkedExample,
-    by_head,
-    fixed,
-    in_block,
-    layer_norm,
-    norm_weights,
-    project_heads,
-)
+from model.worked_examples.worked_example import WorkedExample, fixed, layer_norm
 
 TOKEN_EMBEDDING = [
     [0.2, -0.1, 0.7, 0.2],
@@ -162,23 +149,7 @@ class ATokensJourney(WorkedExample):
     targets: ClassVar[list[int | None]] = [None, None, None, 4]
     max_positions = 4
     d_model, num_heads, d_head, d_mlp = 4, 1, 4, 4
-    stages: ClassVar[list[Stage]] = [
-        Stage("embed", RESIDUAL),
-        Stage("pos_embed", RESIDUAL),
-        *in_block(
-            Stage("resid_pre", RESIDUAL),
-            *norm_stages("ln1"),
-            *ATTENTION,
-            Stage("attn_out", RESIDUAL),
-            Stage("resid_mid", RESIDUAL),
-            *norm_stages("ln2"),
-            Stage("mlp.pre", HIDDEN),
-            Stage("mlp.post", HIDDEN),
-            Stage("mlp_out", RESIDUAL),
-            Stage("resid_post", RESIDUAL),
-        ),
-        *OUTPUT_STAGES,
-    ]
+    block = ("resid_pre", "ln1", "attn", "attn_out", "resid_mid", "ln2", "mlp", "mlp_out", "resid_post")
     published = PUBLISHED
     published_results: ClassVar[dict[str, str]] = {
         "loss": "1.89",
@@ -188,39 +159,17 @@ class ATokensJourney(WorkedExample):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tok_emb, self.pos_emb = fixed(TOKEN_EMBEDDING), fixed(POSITION_EMBEDDING)
+        self.W_E, self.W_pos = fixed(TOKEN_EMBEDDING), fixed(POSITION_EMBEDDING)
         self.ln1, self.ln2 = layer_norm(self.d_model), layer_norm(self.d_model)
-        self.W_q, self.W_k, self.W_v = fixed([W_Q]), fixed([W_K]), fixed([W_V])  # (H, C, D)
-        self.W_o, self.W_1, self.W_2, self.W_lm = fixed(W_O), fixed(W_1), fixed(W_2), fixed(W_LM)
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        attention = {"W_Q": self.W_q, "W_K": self.W_k, "W_V": self.W_v, "W_O": by_head(self.W_o, self.num_heads)}
-        return {
-            "embed.W_E": self.tok_emb,
-            "pos_embed.W_pos": self.pos_emb,
-            **norm_weights("blocks.0.ln1", self.ln1),
-            **{f"blocks.0.attn.{name}": weight for name, weight in attention.items()},
-            **norm_weights("blocks.0.ln2", self.ln2),
-            "blocks.0.mlp.W_in": self.W_1,
-            "blocks.0.mlp.W_out": self.W_2,
-            "unembed.W_U": self.W_lm,
-        }
+        self.W_Q, self.W_K, self.W_V = fixed([W_Q]), fixed([W_K]), fixed([W_V])  # (H, C, D)
+        self.W_O, self.W_in, self.W_out, self.W_U = fixed(W_O), fixed(W_1), fixed(W_2), fixed(W_LM)
 
     def compute(self, ids: Tensor, probe: Probe, block: Probe) -> Tensor:
-        attn, mlp = block.at("attn"), block.at("mlp")
-        embed = probe("embed", self.tok_emb[ids])  # (1, T, C)
-        x = embed + probe("pos_embed", self.pos_emb[: ids.shape[1]].expand_as(embed))
-        x = block("resid_pre", x)
-
+        mlp = block.at("mlp")
+        x = block("resid_pre", self.embed(ids, probe))  # (1, T, C)
         self.ln1(x, block.at("ln1"))  # the article shows this stage, but no later stage reads it
-        q = attn("q", project_heads(x, self.W_q))  # (1, T, H, D)
-        k = attn("k", project_heads(x, self.W_k))
-        v = attn("v", project_heads(x, self.W_v))
-        z = probed_attention(q, k, v, None, attn, rule=ScoreRule(1.0))
-        x = block("resid_mid", x + block("attn_out", z.flatten(2) @ self.W_o))
+        x = block("resid_mid", x + block("attn_out", self.attention(x, block.at("attn"), is_causal=False, scale=1.0)))
 
-        pre = mlp("pre", self.ln2(x, block.at("ln2")) @ self.W_1)
+        pre = mlp("pre", self.ln2(x, block.at("ln2")) @ self.W_in)
         post = mlp("post", ACTIVATIONS["relu"](pre))
-        x = block("resid_post", x + block("mlp_out", post @ self.W_2))
-        return x @ self.W_lm
+        return block("resid_post", x + block("mlp_out", post @ self.W_out)) @ self.W_U

@@ -8,14 +8,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-
-Printed: TypeAlias = "str | list[Printed] | None"
-"""Strings in nested lists of the stage's shape; None if the article prints no number at a place."""
 
 
 def half_unit(printed: str) -> float:
@@ -24,15 +22,15 @@ def half_unit(printed: str) -> float:
     return 0.5 * 10.0**-decimals
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Published:
-    """The printed numbers of one stage.
+    """The printed numbers of one stage: strings in its shape, and None where the article prints no number.
 
     `given`: the printed numbers are weights, so they are exact. `squared`: the article prints the square of the stage;
     for example, it prints a variance and the stage is the standard deviation.
     """
 
-    values: Printed
+    values: NDArray[Any]
     given: bool = False
     squared: bool = False
 
@@ -49,31 +47,23 @@ class Published:
         """Read numbers separated by whitespace, row by row, as the part `at` of a stage of this shape."""
         grid = np.full(shape, None, dtype=object)
         grid[at] = np.array(text.split(), dtype=object).reshape(grid[at].shape)
-        return cls(grid.tolist(), given=given, squared=squared)
+        return cls(grid, given=given, squared=squared)
 
     def numbers(self) -> Tensor:
         """The printed numbers, float64 in the stage's shape; NaN if no number is printed at a place."""
-        return _convert(self.values, float, math.nan)
+        return self._convert(float, math.nan)
 
     def half_units(self) -> Tensor:
         """The largest rounding error of each printed number, float64 in the stage's shape; 0 for all other places."""
-        return _convert(self.values, lambda printed: 0.0 if self.given else half_unit(printed), 0.0)
+        return self._convert(lambda printed: 0.0 if self.given else half_unit(printed), 0.0)
 
     def string_at(self, index: Sequence[int]) -> str:
         """The string printed at this place. Raises `ValueError` if there is none."""
-        values = self.values
-        for i in index:
-            assert isinstance(values, list), "the index is longer than the stage has dims"
-            values = values[i]
-        if not isinstance(values, str):
+        printed = self.values[tuple(index)]
+        if not isinstance(printed, str):
             raise ValueError(f"nothing is printed at {tuple(index)}")
-        return values
+        return printed
 
-
-def _convert(values: Printed, number: Callable[[str], float], absent: float) -> Tensor:
-    def walk(values: Printed) -> object:
-        if isinstance(values, list):
-            return [walk(value) for value in values]
-        return absent if values is None else number(values)
-
-    return torch.tensor(walk(values), dtype=torch.float64)
+    def _convert(self, number: Callable[[str], float], absent: float) -> Tensor:
+        numbers = [absent if printed is None else number(printed) for printed in self.values.flat]
+        return torch.tensor(numbers, dtype=torch.float64).view(self.values.shape)
