@@ -121,18 +121,14 @@ def _network_and_texts(
     """The network in float32, and texts that it generates: to calibrate on (B, T), and to measure losses on."""
     checkpoint = load_checkpoint(source, dtype="float32", quantize="none", kernels=kernels, revision=revision)
     length = min(NUM_TOKENS, checkpoint.model.config.max_positions)
-    ids = _equally_long(generate_texts(checkpoint, NUM_TEXTS + NUM_MEASURED, length))
+    texts = generate_texts(checkpoint, NUM_TEXTS + NUM_MEASURED, length)
+    shortest = min(map(len, texts))
+    ids = torch.tensor([text[:shortest] for text in texts])
     return checkpoint, ids[:NUM_TEXTS], ids[NUM_TEXTS:]
 
 
 def _kept_or_not(path: Path | None) -> str:
     return "every start repeats this, because there is no cache folder" if path is None else "the result is kept"
-
-
-def _equally_long(texts: list[list[int]]) -> torch.Tensor:
-    """Texts (B, T), cut to the length of the shortest one."""
-    length = min(map(len, texts))
-    return torch.tensor([text[:length] for text in texts])
 
 
 def _kept_path(source: str, setting: str | float, kernels: Kernels, revision: str | None, suffix: str) -> Path | None:

@@ -11,7 +11,8 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -99,8 +100,8 @@ class LossMeter:
         """The mean divergence in nats per token if these layers have these formats; infinity if it is not a number."""
         handles = []
         for name, format in formats.items():
-            quantized = self.quantized(name, format)
-            handles.append(self.layers[name].register_forward_hook(_Replacement(quantized)))
+            hook = partial(_compute_instead, self.quantized(name, format))
+            handles.append(self.layers[name].register_forward_hook(hook))
         try:
             changed = self._log_probabilities()
         finally:
@@ -116,15 +117,9 @@ class LossMeter:
         return [F.log_softmax(self._model(text[None])[0].float(), dim=-1) for text in self._ids]
 
 
-class _Replacement:
-    """A forward hook that returns the result of another layer instead."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
-
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        result: Tensor = self._layer(*args)
-        return result
+def _compute_instead(other: nn.Module, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Any:
+    """A forward hook of a layer that returns the result of another one."""
+    return other(*args)
 
 
 def measure_layers(meter: LossMeter) -> list[LayerLosses]:

@@ -3,19 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from model.checkpoints.families.config_reader import ConfigReader
 from model.config import MAX_SIZES, RopeScaling, ScalingKind
 from model.errors import short_repr
 
-KINDS: Mapping[str, ScalingKind] = {
-    "linear": "linear",
-    "dynamic": "dynamic",
-    "llama3": "llama3",
-    "yarn": "yarn",
-    "longrope": "longrope",
-}
+KINDS: Mapping[str, ScalingKind] = {kind: kind for kind in get_args(ScalingKind)}
 
 
 @dataclass(frozen=True, kw_only=True)
