@@ -32,7 +32,7 @@ from torch import Tensor
 
 from model.ops.torch_ops import ACTIVATIONS
 from model.tracing.tap import Probe, Recorder
-from model.worked_examples.published import Published
+from model.worked_examples.published import Printed
 from model.worked_examples.worked_example import WorkedExample, drawn, fixed, layer_norm
 
 E = [
@@ -44,14 +44,10 @@ W_Q_HEAD_1 = [[0.12, -0.05], [0.03, 0.025], [-0.02, 0.015], [0.01, -0.03]]
 W_K_HEAD_1 = [[0.05, -0.02], [-0.01, 0.04], [0.03, 0.01], [-0.02, 0.025]]
 W_V_HEAD_1 = [[0.01, 0.02], [0.03, -0.01], [-0.02, 0.015], [0.025, -0.03]]
 
-RESIDUAL_SHAPE = (1, 3, 4)
-HEADS_SHAPE = (1, 3, 2, 2)
-VOCABULARY_SHAPE = (1, 3, 3)
 HEAD_1 = np.s_[0, :, 0]
 
-PUBLISHED = {
-    "embed": Published.of(
-        RESIDUAL_SHAPE,
+PRINTED = {
+    "embed": Printed(
         """
         0.120 -0.050 0.030 0.025
         -0.080 0.090 -0.020 -0.015
@@ -59,91 +55,61 @@ PUBLISHED = {
         """,
         given=True,
     ),
-    "blocks.0.ln1.out": Published.of(
-        RESIDUAL_SHAPE,
-        """
+    "blocks.0.ln1.out": Printed("""
         1.414 -1.414 0.000 0.000
         -1.291 1.514 -0.016 -0.207
         0.942 0.287 -1.680 0.451
-        """,
-    ),
-    "blocks.0.resid_pre": Published.of(
-        RESIDUAL_SHAPE,
-        """
+    """),
+    "blocks.0.resid_pre": Printed("""
         1.414 -1.414 0.000 0.000
         -1.199 1.417 -0.012 -0.207
         0.914 0.278 -1.656 0.464
-        """,
-    ),
-    "blocks.0.attn.q": Published.of(HEADS_SHAPE, "0.1273 -0.1061   -0.1113 0.1084   0.1598 -0.0787", HEAD_1),
-    "blocks.0.attn.k": Published.of(HEADS_SHAPE, "0.0848 -0.0848   -0.0760 0.0810   -0.0152 -0.0129", HEAD_1),
-    "blocks.0.attn.v": Published.of(HEADS_SHAPE, "-0.0283 0.0424   0.0050 -0.0070   -0.0330 0.0220", HEAD_1),
-    "blocks.0.attn_out": Published.of(
-        RESIDUAL_SHAPE,
-        """
+    """),
+    "blocks.0.attn.q": Printed("0.1273 -0.1061   -0.1113 0.1084   0.1598 -0.0787", HEAD_1),
+    "blocks.0.attn.k": Printed("0.0848 -0.0848   -0.0760 0.0810   -0.0152 -0.0129", HEAD_1),
+    "blocks.0.attn.v": Printed("-0.0283 0.0424   0.0050 -0.0070   -0.0330 0.0220", HEAD_1),
+    "blocks.0.attn_out": Printed("""
         -0.004 0.010 0.002 -0.006
         0.001 -0.005 0.002 -0.000
         -0.002 0.000 -0.002 0.001
-        """,
-    ),
-    "blocks.0.resid_mid": Published.of(
-        RESIDUAL_SHAPE,
-        """
+    """),
+    "blocks.0.resid_mid": Printed("""
         1.410 -1.404 0.002 -0.006
         -1.198 1.412 -0.010 -0.207
         0.912 0.278 -1.658 0.465
-        """,
-    ),
+    """),
     # The article prints the variance. The stage includes eps = 1e-5, which is too small to change the printed digits.
-    "blocks.0.ln2.scale": Published.of((1, 3, 1), "0.9905 0.868 0.9685", squared=True),
-    "blocks.0.ln2.normalized": Published.of(
-        RESIDUAL_SHAPE,
-        """
+    "blocks.0.ln2.scale": Printed("0.9905 0.868 0.9685", squared=True),
+    "blocks.0.ln2.normalized": Printed("""
         1.414 -1.412 0.002 -0.006
         -1.280 1.517 -0.011 -0.223
         0.923 0.283 -1.687 0.473
-        """,
-    ),
-    "blocks.0.ln2.out": Published.of(
-        RESIDUAL_SHAPE,
-        """
+    """),
+    "blocks.0.ln2.out": Printed("""
         1.414 -1.412 0.002 -0.006
         -1.414 1.666 -0.012 -0.244
         0.952 0.288 -1.728 0.485
-        """,
-    ),
-    "blocks.0.mlp_out": Published.of(
-        RESIDUAL_SHAPE,
-        """
+    """),
+    "blocks.0.mlp_out": Printed("""
         0.02279 -0.01995 0.00886 0.00985
         -0.02222 0.02376 -0.01032 -0.01044
         0.02966 -0.03084 -0.00157 0.01248
-        """,
-    ),
-    "blocks.0.resid_post": Published.of(
-        RESIDUAL_SHAPE,
-        """
+    """),
+    "blocks.0.resid_post": Printed("""
         1.437 -1.432 0.0109 0.0039
         -1.436 1.689 -0.0223 -0.2544
         0.9817 0.2572 -1.7296 0.4975
-        """,
-    ),
-    "logits": Published.of(
-        VOCABULARY_SHAPE,
-        """
+    """),
+    "logits": Printed("""
         0.244465 -0.244116 0.042603
         -0.263799 0.271152 -0.046635
         0.065493 -0.028259 0.195201
-        """,
-    ),
-    "probabilities": Published.of(
-        VOCABULARY_SHAPE,
-        """
+    """),
+    "probabilities": Printed("""
         0.4114 0.2524 0.3362
         0.2532 0.4323 0.3146
         0.3280 0.2986 0.3734
-        """,
-    ),
+    """),
 }
 
 
@@ -159,7 +125,7 @@ class AIRocks(WorkedExample):
     max_positions = 3
     d_model, num_heads, d_head, d_mlp = 4, 2, 2, 16
     block = ("ln1", "resid_pre", "attn", "attn_out", "resid_mid", "ln2", "mlp", "mlp_out", "resid_post")
-    published = PUBLISHED
+    printed = PRINTED
     published_results: ClassVar[dict[str, str]] = {"prediction": "<EOS>", "prediction_probability": "0.3362"}
     completed = frozenset({"blocks.0.ln1.out", "blocks.0.attn_out", "blocks.0.mlp_out"})
 

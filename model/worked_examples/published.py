@@ -22,32 +22,36 @@ def half_unit(printed: str) -> float:
     return 0.5 * 10.0**-decimals
 
 
-@dataclass(frozen=True, eq=False)
-class Published:
-    """The printed numbers of one stage: strings in its shape, and None where the article prints no number.
+@dataclass(frozen=True)
+class Printed:
+    """Numbers separated by whitespace, row by row, as the part `at` of a stage.
 
     `given`: the printed numbers are weights, so they are exact. `squared`: the article prints the square of the stage;
     for example, it prints a variance and the stage is the standard deviation.
     """
 
-    values: NDArray[Any]
+    text: str
+    at: EllipsisType | tuple[int | slice, ...] = ...
     given: bool = False
     squared: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        shape: Sequence[int],
-        text: str,
-        at: EllipsisType | tuple[int | slice, ...] = ...,
-        *,
-        given: bool = False,
-        squared: bool = False,
-    ) -> "Published":
-        """Read numbers separated by whitespace, row by row, as the part `at` of a stage of this shape."""
+    def in_stage(self, shape: Sequence[int]) -> "Published":
+        """The printed numbers of a stage of this shape."""
         grid = np.full(shape, None, dtype=object)
-        grid[at] = np.array(text.split(), dtype=object).reshape(grid[at].shape)
-        return cls(grid, given=given, squared=squared)
+        grid[self.at] = np.array(self.text.split(), dtype=object).reshape(grid[self.at].shape)
+        return Published(grid, self.given, self.squared)
+
+
+@dataclass(frozen=True, eq=False)
+class Published:
+    """The printed numbers of one stage: strings in its shape, and None where the article prints no number.
+
+    `given` and `squared` are those of `Printed`.
+    """
+
+    values: NDArray[Any]
+    given: bool
+    squared: bool
 
     def numbers(self) -> Tensor:
         """The printed numbers, float64 in the stage's shape; NaN if no number is printed at a place."""

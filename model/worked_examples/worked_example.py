@@ -18,7 +18,7 @@ from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import TORCH
 from model.tracing.stages import HEADS, HIDDEN, KV_HEADS, OUTPUT_STAGES, PATTERN, RESIDUAL, Stage, norm_stages, sizes_of
 from model.tracing.tap import Probe, Tap
-from model.worked_examples.published import Published
+from model.worked_examples.published import Printed
 
 # The modules of a block: their stages, and the names of their weights.
 STAGES: Mapping[str, Sequence[Stage]] = {
@@ -57,7 +57,7 @@ class WorkedExample(nn.Module):
     `source` is "articles/" and the number of the article. The articles of this project are numbered: 000 is "How LLMs
     learn: forward pass", 003 is "A token's journey", and 004 is "Understanding gradients". README.md has their links.
 
-    `published` maps a stage to the numbers that the article prints for it, computed from `prompt_ids`.
+    `printed` maps a stage to the numbers that the article prints for it, computed from `prompt_ids`.
     `published_results` has the printed results of the whole pass: `loss` (mean), `total_loss`, `perplexity`, and for
     the last position `prediction` and `prediction_probability`.
 
@@ -80,7 +80,7 @@ class WorkedExample(nn.Module):
     num_heads: ClassVar[int]
     d_head: ClassVar[int]
     d_mlp: ClassVar[int]
-    published: ClassVar[Mapping[str, Published]]
+    printed: ClassVar[Mapping[str, Printed]]
     published_results: ClassVar[Mapping[str, str]]
     completed: ClassVar[frozenset[str]] = frozenset()
     backend: Backend = TORCH
@@ -91,6 +91,12 @@ class WorkedExample(nn.Module):
     W_V: Tensor
     W_O: Tensor
     W_U: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = self.sizes(len(self.prompt_ids))
+        shapes = {stage.name: stage.shape(sizes) for stage in self.stages}
+        self.published = {name: printed.in_stage(shapes[name]) for name, printed in self.printed.items()}
 
     @property
     def stages(self) -> list[Stage]:
