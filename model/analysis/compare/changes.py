@@ -1,12 +1,13 @@
 """Known mistakes of ports, as changes of a network: each with the hint that describes it."""
 
+from functools import partial
 from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from model.analysis.compare.hint import Hint
-from model.analysis.compare.network_changes import Change, LinearChange, Mistakes, Segment, with_weights
+from model.analysis.compare.network_changes import Change, Mistakes, Segment, with_weights
 from model.analysis.compare.position_changes import position_changes, rotary_changes
 from model.checkpoints.streamed import StreamedLinear
 from model.config import Activation, ModelConfig
@@ -171,32 +172,27 @@ def _weights(config: ModelConfig) -> Mistakes:
         for part, (first, end) in parts.items():
             if end - first == widths.get(layer, config.d_model):
                 hint = Hint("transposed_weight", f"B's {part} matrix is transposed")
-                yield hint, Change(linear={layer: _transposing(first, end)})
+                yield hint, Change(linear={layer: with_weights(partial(_transpose, first, end))})
             if has_bias.get(layer, config.mlp_bias):
-                yield Hint("missing_bias", f"B has no bias of {part}"), Change(linear={layer: _unbiasing(first, end)})
+                hint = Hint("missing_bias", f"B has no bias of {part}")
+                yield hint, Change(linear={layer: with_weights(partial(_remove_bias, first, end))})
         if has_bias.get(layer, config.mlp_bias) and len(parts) > 1:
-            names = ", ".join(parts)
-            yield Hint("missing_bias", f"B has no bias of {names}"), Change(linear={layer: _unbiasing(0, None)})
+            hint = Hint("missing_bias", f"B has no bias of {', '.join(parts)}")
+            yield hint, Change(linear={layer: with_weights(partial(_remove_bias, 0, None))})
     for offset in (1, -1):
         message = f"B uses the weights of the {'next' if offset > 0 else 'previous'} layer"
         yield Hint("shifted_layers", message), Change(layer_offset=offset)
 
 
-def _transposing(first: int, end: int) -> LinearChange:
-    def change(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return torch.cat((weight[:first], weight[first:end].T, weight[end:])), bias
-
-    return with_weights(change)
+def _transpose(first: int, end: int, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return torch.cat((weight[:first], weight[first:end].T, weight[end:])), bias
 
 
-def _unbiasing(first: int, end: int | None) -> LinearChange:
-    def change(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        assert bias is not None
-        bias = bias.clone()
-        bias[first:end] = 0
-        return weight, bias
-
-    return with_weights(change)
+def _remove_bias(first: int, end: int | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    assert bias is not None
+    bias = bias.clone()
+    bias[first:end] = 0
+    return weight, bias
 
 
 def _head(network: Transformer) -> Mistakes:

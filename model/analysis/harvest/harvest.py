@@ -74,7 +74,7 @@ def harvest(
     if options.statistics:
         check_size(chosen, sizes, options.statistics, options.top_k)
     end_id = model.end_id if options.packed else None
-    corpus = Corpus(sources, model.tokenizer, sizes["d_vocab"], field=options.field, end_id=end_id)
+    corpus = Corpus(sources, model.tokenizer, sizes["d_vocab"], options.field, end_id)
     settings = asdict(options) | {
         "model": model.name,
         "dtype": str(model.dtype).removeprefix("torch."),

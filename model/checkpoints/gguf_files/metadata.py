@@ -72,6 +72,13 @@ class MetadataReader:
             raise self.error(key, f"is {short_repr(value)}, not an integer of at least 0")
         return value
 
+    def size(self, key: str, high: int, default: int | None = None) -> int:
+        """The key's value, an integer from 1 to `high`."""
+        value = self.integer(key, default)
+        if not 1 <= value <= high:
+            raise self.error(key, f"is {value}; it must be from 1 to {high}")
+        return value
+
     def number(self, key: str, default: float | None = None) -> float:
         """The key's value, a finite number of at least 0. Without a `default` the key must be present."""
         value = self._take_or(key, default)
