@@ -20,8 +20,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -153,15 +152,6 @@ def add_dropout(model: Transformer, probability: float) -> None:
     for block in model.blocks:
         for part in ("attn", "mlp"):
             block.get_submodule(part).register_forward_hook(drop)
-
-
-@contextmanager
-def evaluating(model: Transformer) -> Iterator[None]:
-    """Switch the network to evaluation mode without gradients, and back to training mode at the end."""
-    model.eval()
-    with torch.no_grad():
-        yield
-    model.train()
 
 
 def validate(
@@ -314,7 +304,8 @@ class Run:
 
         Raises `ValueError` if the loss is not finite.
         """
-        with evaluating(self.model):
+        self.model.eval()
+        with torch.no_grad():
             nats = validate(self.model, self.held_out_ids, self.recipe.context)
             losses = {"validation_loss": round(nats, 4)}
             if self.recipe.copies:
@@ -325,6 +316,7 @@ class Run:
             if not math.isfinite(sum(losses.values())):
                 raise ValueError("the loss is not finite: use a lower peak learning rate, --peak")
             samples = [generate_sample(self.model, self.tokenizer, prompt) for prompt in SAMPLE_PROMPTS]
+        self.model.train()
         if sum(losses.values()) < min(
             (sum(entry[key] for key in losses) for entry in self.log.evaluations), default=math.inf
         ):

@@ -87,12 +87,7 @@ def _norms(config: ModelConfig) -> Mistakes:
         if eps != config.norm_eps:
             yield eps_hint(eps, config), Change({"norm_eps": eps})
     if config.norm == "rms":
-        gains = ("weight", "1 + weight")
-        b, a = gains[not config.norm_offset], gains[config.norm_offset]
-        yield (
-            Hint("norm_offset", f"B's norms multiply by {b}, A's by {a}"),
-            Change({"norm_offset": not config.norm_offset}),
-        )
+        yield _other_offset(config, "norms multiply")
         message = "B's norms subtract the mean (LayerNorm), A's do not (RMSNorm)"
         yield Hint("norm_kind", message), Change({"norm": "layer", "norm_offset": False})
     else:
@@ -112,17 +107,20 @@ def single_norm_changes(config: ModelConfig) -> Mistakes:
     """Yield mistakes of a single norm, in the blocks or after them, while all other norms are right."""
     for name in ("ln1", "ln1_post", "ln2", "ln2_post", "attn.q_norm", "attn.k_norm", "ln_final"):
         for eps in EPSILONS:
-            hint = Hint("norm_eps", f"the epsilon of B's {name} is {eps:.3g}, A's is {config.norm_eps:.3g}")
-            yield hint, Change({"norm_eps": eps}, only_norm=name)
+            yield eps_hint(eps, config, name), Change({"norm_eps": eps}, only_norm=name)
         if config.norm == "rms":
-            gains = ("weight", "1 + weight")
-            b, a = gains[not config.norm_offset], gains[config.norm_offset]
-            hint = Hint("norm_offset", f"B's {name} multiplies by {b}, A's by {a}")
-            yield hint, Change({"norm_offset": not config.norm_offset}, only_norm=name)
+            yield _other_offset(config, f"{name} multiplies", only_norm=name)
 
 
-def eps_hint(eps: float, config: ModelConfig) -> Hint:
-    return Hint("norm_eps", f"the epsilon of B's norms is {eps:.3g}, A's is {config.norm_eps:.3g}")
+def eps_hint(eps: float, config: ModelConfig, norms: str = "norms") -> Hint:
+    return Hint("norm_eps", f"the epsilon of B's {norms} is {eps:.3g}, A's is {config.norm_eps:.3g}")
+
+
+def _other_offset(config: ModelConfig, multiply: str, only_norm: str | None = None) -> tuple[Hint, Change]:
+    gains = ("weight", "1 + weight")
+    b, a = gains[not config.norm_offset], gains[config.norm_offset]
+    hint = Hint("norm_offset", f"B's {multiply} by {b}, A's by {a}")
+    return hint, Change({"norm_offset": not config.norm_offset}, only_norm=only_norm)
 
 
 def _zero_bias(name: str, value: Tensor) -> Tensor:

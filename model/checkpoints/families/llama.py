@@ -75,7 +75,7 @@ def read_common(
     num_kv_heads = config.take_nullable("num_key_value_heads", defaults["num_key_value_heads"])
     rope = read_rope(config, read_max_positions(config, defaults["max_position_embeddings"]), rope_keys)
     if rope.fraction != 1.0:
-        options["rotary_dim"] = rope.rotary_dim(d_head or d_model // num_heads)
+        options["rotary_dim"] = int((d_head or d_model // num_heads) * rope.fraction)  # rounded down as in transformers
     return ModelConfig(
         vocab_size=config.need("vocab_size", defaults["vocab_size"]),
         d_model=d_model,
