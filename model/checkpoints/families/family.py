@@ -93,8 +93,8 @@ class Family:
     `tensors` maps each of our modules to its source, where `{i}` stands for the layer and `{e}` for the expert. A
     network may lack some of these modules, such as the head of a tied model. `surplus` are globs of tensors that the
     network does not need. `fused` are the sources of modules in a checkpoint that stores the experts of a layer as one
-    tensor. `keys` maps fields of `ModelConfig` to keys in `config.json`, for errors, and
-    `aliases` other names of keys to their names.
+    tensor. `keys` maps fields of `ModelConfig` to keys in `config.json`, for errors, and `aliases` other names of keys
+    to their names.
     """
 
     model_type: str
