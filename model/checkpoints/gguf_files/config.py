@@ -4,6 +4,7 @@ Defaults are those of llama.cpp, which these files are made for: a setting witho
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,6 @@ def _llama(source: ConfigSource) -> dict[str, Any]:
     if window > 0:
         return read_common(source, "mistral") | {"sliding_window": window}
     return read_common(source, "llama") | _biases(source)
-
-
-def _qwen2(source: ConfigSource) -> dict[str, Any]:
-    return read_common(source, "qwen2")
 
 
 def _qwen3(source: ConfigSource) -> dict[str, Any]:
@@ -222,7 +219,7 @@ def _gpt2(source: ConfigSource) -> dict[str, Any]:
 # general.architecture -> what reads the config.
 ARCHITECTURES: Mapping[str, Callable[[ConfigSource], dict[str, Any]]] = {
     "llama": _llama,
-    "qwen2": _qwen2,
+    "qwen2": partial(read_common, model_type="qwen2"),
     "qwen3": _qwen3,
     "qwen3moe": _qwen3_moe,
     "gemma2": _gemma2,
