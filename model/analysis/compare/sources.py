@@ -78,15 +78,15 @@ def match_stages(
     stages = {stage.name: stage for stage in stages_of(config)}
     sizes = sizes_of(config, len(ids))
     tensors = unstacked(given.tensors, config)
-    check_names(names or {}, tensors, stages)
+    names = names or {}
+    check_names(names, tensors, stages)
     found: dict[str, Sequence[Layout]] = {}
     origin: dict[str, str] = {}
     unknown: list[str] = []
     for given_name, tensor in tensors.items():
-        is_mapped = names is not None and given_name in names
-        own = names[given_name] if names is not None and is_mapped else stage_name(given_name, config, stages)
+        own = names[given_name] if given_name in names else stage_name(given_name, config, stages)
         if own is None:
-            unknown += [] if is_mapped else [given_name]
+            unknown += [] if given_name in names else [given_name]
             continue
         own = own.replace("hook_", "")
         if tensor.dtype not in READ_DTYPES:
