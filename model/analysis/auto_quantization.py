@@ -11,10 +11,8 @@ import hashlib
 import json
 import logging
 import math
-import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,7 +22,7 @@ import torch
 from model.analysis.format_choice import FormatChoice, LayerLosses, LossMeter, choose_formats
 from model.analysis.generated_texts import generate_texts
 from model.analysis.quantization.calibration import CALIBRATED, calibrate
-from model.analysis.quantization.kept_weights import read_weights, write_weights
+from model.analysis.quantization.kept_weights import kept, read_weights, write_weights
 from model.checkpoints.load import Checkpoint, load_checkpoint, read_contents
 from model.checkpoints.locate import locate
 from model.checkpoints.memory import NotEnoughMemory
@@ -83,9 +81,9 @@ def calibrated(
 ) -> dict[str, PackedGroups]:
     """The weights of the layers that have one of the calibrated formats: the kept ones, or new ones."""
     path = _kept_path(source, setting, kernels, revision, ".safetensors")
-    kept = None if path is None else read_weights(path)
-    if kept is not None:
-        return kept
+    weights = None if path is None else read_weights(path)
+    if weights is not None:
+        return weights
     logger.info("calibrating %s; %s", source, _kept_or_not(path))
     checkpoint, ids, _ = _network_and_texts(source, kernels, revision)
     found = calibrate(checkpoint.model, ids, lambda name: [each for each in CALIBRATED if each == format_of(name)])
@@ -108,9 +106,10 @@ def choose(source: str, max_increase: float, kernels: Kernels = "auto", revision
         weights = calibrate(checkpoint.model, ids, lambda name: CALIBRATED)
         choice = choose_formats(LossMeter(checkpoint.model, measured, weights), math.log1p(max_increase))
         if path is not None:
-            _write(path, choice)
-            kept = {key[0]: weights[key] for key in choice.formats.items() if key in weights}
-            write_weights(path.with_suffix(".safetensors"), kept)
+            with kept(path, "measures the layers") as file:
+                file.write_text(json.dumps(asdict(choice), indent=1), encoding="utf-8")
+            chosen = {key[0]: weights[key] for key in choice.formats.items() if key in weights}
+            write_weights(path.with_suffix(".safetensors"), chosen)
     logger.info("%s%s", choice.describe(), "" if path is None else f" (report: {path})")
     return choice
 
@@ -121,18 +120,14 @@ def _network_and_texts(
     """The network in float32, and texts that it generates: to calibrate on (B, T), and to measure losses on."""
     checkpoint = load_checkpoint(source, dtype="float32", quantize="none", kernels=kernels, revision=revision)
     length = min(NUM_TOKENS, checkpoint.model.config.max_positions)
-    ids = _equally_long(generate_texts(checkpoint, NUM_TEXTS + NUM_MEASURED, length))
+    texts = generate_texts(checkpoint, NUM_TEXTS + NUM_MEASURED, length)
+    shortest = min(map(len, texts))
+    ids = torch.tensor([text[:shortest] for text in texts])
     return checkpoint, ids[:NUM_TEXTS], ids[NUM_TEXTS:]
 
 
 def _kept_or_not(path: Path | None) -> str:
     return "every start repeats this, because there is no cache folder" if path is None else "the result is kept"
-
-
-def _equally_long(texts: list[list[int]]) -> torch.Tensor:
-    """Texts (B, T), cut to the length of the shortest one."""
-    length = min(map(len, texts))
-    return torch.tensor([text[:length] for text in texts])
 
 
 def _kept_path(source: str, setting: str | float, kernels: Kernels, revision: str | None, suffix: str) -> Path | None:
@@ -161,18 +156,6 @@ def _read(path: Path) -> FormatChoice | None:
         logger.warning("%s cannot be used, so the layers are measured again: %s", path, error)
         return None
     return choice
-
-
-def _write(path: Path, choice: FormatChoice) -> None:
-    """Keep a choice, if that is possible: without it, the next start measures again."""
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    try:
-        unfinished.write_text(json.dumps(asdict(choice), indent=1), encoding="utf-8")
-        unfinished.replace(path)
-    except OSError as error:
-        logger.warning("%s cannot be written, so the next start measures the layers again: %s", path, error)
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
 
 
 def table(choice: FormatChoice) -> str:

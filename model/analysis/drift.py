@@ -9,13 +9,12 @@ Without texts, the float32 network generates the texts itself, from fixed seeds.
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 import torch
-from torch import Tensor
 
 from model.analysis.auto_quantization import resolve
 from model.analysis.compare.passes import run_pass
@@ -56,21 +55,15 @@ def stage_errors(reference: Transformer, other: Transformer, ids: Sequence[int])
     """The error of `other` at every stage of a pass over `ids`, in the order of computation."""
     rounding = torch.finfo(other.embed.weight.dtype).eps
     errors, max_error, has_grown = [], 0.0, False
-    reference_stages, other_stages = _record_stages(reference, ids), _record_stages(other, ids)
-    for name, tensor in reference_stages.items():
-        error = relative_error(tensor, other_stages[name])
+    names = [stage.name for stage in stages_of(reference.config)]
+    stages, other_stages = (run_pass(model, ids, names).stages for model in (reference, other))
+    for name in names:
+        error = relative_error(stages[name], other_stages[name])
         grows = not error <= max(GROWTH * max_error, rounding)  # "not <=" is also true for NaN
         errors.append(StageError(name, error, is_first_growth=grows and not has_grown))
         has_grown = has_grown or grows
         max_error = max(max_error, error)
     return errors
-
-
-def _record_stages(model: Transformer, ids: Sequence[int]) -> Mapping[str, Tensor]:
-    """Run the network once over `ids` and return every stage by name, in the order of computation."""
-    names = [stage.name for stage in stages_of(model.config)]
-    stages = run_pass(model, ids, names).stages
-    return {name: stages[name] for name in names}
 
 
 @dataclass(frozen=True)

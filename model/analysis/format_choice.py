@@ -10,8 +10,10 @@ whole choice is measured, and the budget is corrected if that differs from the s
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 
 from model.analysis.quantization.calibration import CALIBRATED, CalibratedWeights, linear_layers
 from model.errors import CheckpointError
-from model.network.float_copy import linear_weight
+from model.network.float_copy import linear_bias, linear_weight
 from model.network.transformer import Transformer
 from model.ops.quantization import INT8
 from model.ops.weight_formats import FORMATS, WeightFormat
@@ -89,23 +91,18 @@ class LossMeter:
     def quantized(self, name: str, format: WeightFormat) -> nn.Module:
         """A layer of the network with its weights in this format."""
         layer = self.layers[name]
-        bias = layer.bias if isinstance(layer.bias, Tensor) else None
         weight = linear_weight(layer)
         own = self._calibrated.get((name, format.name), format)
-        return self._model.backend.ops.linear(weight, bias, weight.dtype, own)
+        return self._model.backend.ops.linear(weight, linear_bias(layer), weight.dtype, own)
 
     @torch.inference_mode()
     def loss(self, formats: Mapping[str, WeightFormat]) -> float:
         """The mean divergence in nats per token if these layers have these formats; infinity if it is not a number."""
-        handles = []
-        for name, format in formats.items():
-            quantized = self.quantized(name, format)
-            handles.append(self.layers[name].register_forward_hook(_Replacement(quantized)))
-        try:
+        with ExitStack() as hooks:
+            for name, format in formats.items():
+                hook = partial(_compute_instead, self.quantized(name, format))
+                hooks.enter_context(self.layers[name].register_forward_hook(hook))
             changed = self._log_probabilities()
-        finally:
-            for handle in handles:
-                handle.remove()
         pairs = zip(changed, self._reference, strict=True)
         divergences = [F.kl_div(after, before, reduction="sum", log_target=True) for after, before in pairs]
         loss = float(sum(divergences)) / self._ids.numel()
@@ -116,15 +113,9 @@ class LossMeter:
         return [F.log_softmax(self._model(text[None])[0].float(), dim=-1) for text in self._ids]
 
 
-class _Replacement:
-    """A forward hook that returns the result of another layer instead."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
-
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        result: Tensor = self._layer(*args)
-        return result
+def _compute_instead(other: nn.Module, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Any:
+    """A forward hook of a layer that returns the result of another one."""
+    return other(*args)
 
 
 def measure_layers(meter: LossMeter) -> list[LayerLosses]:
@@ -162,18 +153,13 @@ def choose_formats(meter: LossMeter, max_loss: float) -> FormatChoice:
     return best
 
 
-@dataclass(frozen=True)
-class _Step:
-    """Storing a layer in a format with fewer bits than before: what it saves, and the loss that it adds."""
+class _Step(NamedTuple):
+    """Storing a layer in a format with fewer bits than before: the loss that it adds, in all and for each saved bit."""
 
     name: str
     format: WeightFormat
-    saved_bits: float
     added_loss: float
-
-    @property
-    def price(self) -> float:
-        return self.added_loss / self.saved_bits
+    price: float
 
 
 def within_budget(layers: Sequence[LayerLosses], max_loss: float) -> dict[str, WeightFormat]:
@@ -197,26 +183,27 @@ def sum_of_losses(layers: Sequence[LayerLosses], formats: Mapping[str, WeightFor
 
 def _steps(layer: LayerLosses) -> list[_Step]:
     """The steps of a layer with rising prices. A format is left out if the next one saves more bits for their price."""
-
-    def step(since: _Point, to: _Point) -> _Step:
-        return _Step(layer.name, to.format, to.saved_bits - since.saved_bits, to.loss - since.loss)
-
     points: list[_Point] = [_Point(CANDIDATES[0], 0.0, 0.0)]  # the weights as they are
     for format in CANDIDATES:
         if math.isinf(layer.losses[format.name]):
             continue
         saved_bits = layer.num_bits(None) - layer.num_bits(format)
         point = _Point(format, saved_bits, layer.losses[format.name])
-        while len(points) > 1 and step(points[-2], point).price <= step(points[-2], points[-1]).price:
+        while len(points) > 1 and point.price(points[-2]) <= points[-1].price(points[-2]):
             points.pop()
         points.append(point)
-    return [step(since, to) for since, to in itertools.pairwise(points)]
+    return [
+        _Step(layer.name, to.format, to.loss - since.loss, to.price(since)) for since, to in itertools.pairwise(points)
+    ]
 
 
 class _Point(NamedTuple):
     format: WeightFormat
     saved_bits: float
     loss: float
+
+    def price(self, since: "_Point") -> float:
+        return (self.loss - since.loss) / (self.saved_bits - since.saved_bits)
 
 
 def bits_per_weight(layers: Sequence[LayerLosses], formats: Mapping[str, WeightFormat]) -> float:

@@ -31,6 +31,10 @@ class TextScore:
     num_tokens: int
     num_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        if self.num_tokens == 0:
+            raise ValueError("the texts are too short: none of them has two tokens")
+
     @property
     def nats_per_token(self) -> float:
         return self.nats / self.num_tokens
@@ -64,10 +68,7 @@ def score_texts(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str]) 
 def score_ids(model: Transformer, sequences: Sequence[Sequence[int]]) -> TextScore:
     """Score every token of each sequence, except the first token of each."""
     scores = [token_nats(model, sequence) for sequence in sequences]
-    num_tokens = sum(map(len, scores))
-    if num_tokens == 0:
-        raise ValueError("the texts are too short: none of them has two tokens")
-    return TextScore(sum(float(each.sum()) for each in scores), num_tokens)
+    return TextScore(sum(float(each.sum()) for each in scores), sum(map(len, scores)))
 
 
 def print_words(model: Transformer, tokenizer: Tokenizer, paths: Sequence[Path]) -> TextScore:
@@ -80,8 +81,6 @@ def print_words(model: Transformer, tokenizer: Tokenizer, paths: Sequence[Path])
         nats += math.log(2) * sum(token.bits or 0.0 for token in found.tokens)
         num_tokens += sum(token.bits is not None for token in found.tokens)
         num_bytes += len(found.text.encode()) - len(found.text[: found.tokens[0].end].encode())
-    if num_tokens == 0:
-        raise ValueError("the texts are too short: none of them has two tokens")
     return TextScore(nats, num_tokens, num_bytes)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from tqdm.asyncio import tqdm_asyncio
 
 from model.checkpoints.gguf_files.parts import first_part
+from model.checkpoints.safetensors_directory import INDEX, SINGLE
 from model.errors import CheckpointError, join_names, printable_name
 from model.files import read_json
 
@@ -26,7 +27,6 @@ IGNORED = ("*/*.json", "*/*.safetensors", "consolidated*")
 LOG_SECONDS = 5.0
 ANSWER_SECONDS = 5.0  # for the connection to one address of the hub, and for its answer
 MAX_REASON = 200
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class LoggedBar(tqdm_asyncio):  # type: ignore[type-arg]  # generic in its types only, not when it runs

@@ -6,7 +6,8 @@ checked. This module knows the tensor names of a family, but neither a file form
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -52,32 +53,20 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-class LazyWeights(MutableMapping[str, Weight]):
+class LazyWeights(UserDict[str, Any]):
     """Parameters by name, each read when it is looked up and not kept, unless it has been replaced by a tensor."""
 
     def __init__(self, names: Iterable[str], read: Callable[[str], StackedRows | StackedGroups]) -> None:
+        super().__init__(dict.fromkeys(names))
         self._read = read
-        self._kept: dict[str, Weight | None] = dict.fromkeys(names)
 
     def __getitem__(self, name: str) -> Weight:
-        kept = self._kept[name]
+        kept: Weight | None = self.data[name]
         return self._read(name) if kept is None else kept
-
-    def __setitem__(self, name: str, weight: Weight) -> None:
-        self._kept[name] = weight
-
-    def __delitem__(self, name: str) -> None:
-        del self._kept[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._kept)
-
-    def __len__(self) -> int:
-        return len(self._kept)
 
     def clear(self) -> None:
         """Forget all parameters, without reading them as the inherited method would."""
-        self._kept.clear()
+        self.data.clear()
 
 
 class StoredNames:

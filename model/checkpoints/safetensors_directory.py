@@ -86,38 +86,26 @@ class SafetensorsFiles:
 
     def __init__(self, path: Path) -> None:
         self._stored: dict[str, StoredTensor] = {}
-        metadata: dict[str, str] = {}
+        self.metadata: dict[str, str] = {}
         index = _read_index(path) if path.is_dir() else None
-        self._files = _weight_files(path, index) if path.is_dir() else [path]
-        for file in self._files:
+        self.files = _weight_files(path, index) if path.is_dir() else [path]
+        for file in self.files:
             stored, file_metadata = read_headers(file)
             for name in stored.keys() & self._stored.keys():
                 files = f"{self._stored[name].header.file.name} and {file.name}"
                 raise CheckpointError(f"{printable_name(name)}: stored twice, in {files}")
             self._stored |= stored
-            metadata |= file_metadata
+            self.metadata |= file_metadata
         for name, file_name in (index or {}).items():
             if name not in self._stored:
                 claim = f"{printable_name(name)} is in {printable_name(file_name)}"
                 raise CheckpointError(f"{INDEX} says that {claim}, which does not contain this tensor")
-        self._headers = {name: stored.header for name, stored in self._stored.items()}
+        self.headers = {name: stored.header for name, stored in self._stored.items()}
         # `safetensors.torch.save_model` writes which of several equal names it has stored. Other keys of the metadata,
         # such as "format", have values that are no names of tensors.
-        self._aliases = {
-            name: kept for name, kept in metadata.items() if kept in self._stored and name not in self._stored
+        self.aliases = {
+            name: kept for name, kept in self.metadata.items() if kept in self._stored and name not in self._stored
         }
-
-    @property
-    def headers(self) -> Mapping[str, TensorHeader]:
-        return self._headers
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        return self._aliases
-
-    @property
-    def files(self) -> list[Path]:
-        return self._files
 
     def grouped(self, name: str) -> None:
         """Quantized tensors of such files are not implemented."""

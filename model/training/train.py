@@ -20,8 +20,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -120,13 +119,6 @@ class Recipe:
         return self.peak * (0.1 + 0.45 * (1 + math.cos(math.pi * (progress - warm_up) / (1 - warm_up))))
 
 
-def draw_batch(ids: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
-    """Draw random windows of ids (N,): inputs, and the token that follows each input, both (size, length)."""
-    starts = torch.randint(len(ids) - length, (size,))
-    windows = torch.stack([ids[start : start + length + 1] for start in starts])
-    return windows[:, :-1], windows[:, 1:]
-
-
 def mean_loss(model: Transformer, inputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     """Mean cross entropy in nats, with products in bfloat16: inputs and targets (B, T) int64 -> ().
 
@@ -160,15 +152,6 @@ def add_dropout(model: Transformer, probability: float) -> None:
     for block in model.blocks:
         for part in ("attn", "mlp"):
             block.get_submodule(part).register_forward_hook(drop)
-
-
-@contextmanager
-def evaluating(model: Transformer) -> Iterator[None]:
-    """Switch the network to evaluation mode without gradients, and back to training mode at the end."""
-    model.eval()
-    with torch.no_grad():
-        yield
-    model.train()
 
 
 def validate(
@@ -306,12 +289,14 @@ class Run:
         self.seconds += time.monotonic() - start
 
     def _draw_batch(self) -> tuple[Tensor, Tensor]:
+        """Draw random windows: inputs, and the token that follows each input, both (batch, context)."""
         recipe = self.recipe
-        inputs, targets = draw_batch(self.ids, recipe.batch - recipe.copies, recipe.context)
+        starts = torch.randint(len(self.ids) - recipe.context, (recipe.batch - recipe.copies,))
+        windows = torch.stack([self.ids[start : start + recipe.context + 1] for start in starts])
         if recipe.copies == 0:
-            return inputs, targets
+            return windows[:, :-1], windows[:, 1:]
         copies = draw_copies(self.ids, recipe.vocab_size, recipe.copies, recipe.context)
-        return torch.cat([inputs, copies[0]]), torch.cat([targets, copies[1]])
+        return torch.cat([windows[:, :-1], copies[0]]), torch.cat([windows[:, 1:], copies[1]])
 
     def evaluate(self) -> str:
         """Compute the losses on held-out text, on copies and on names, save the weights if their sum is the lowest so
@@ -319,7 +304,8 @@ class Run:
 
         Raises `ValueError` if the loss is not finite.
         """
-        with evaluating(self.model):
+        self.model.eval()
+        with torch.no_grad():
             nats = validate(self.model, self.held_out_ids, self.recipe.context)
             losses = {"validation_loss": round(nats, 4)}
             if self.recipe.copies:
@@ -330,6 +316,7 @@ class Run:
             if not math.isfinite(sum(losses.values())):
                 raise ValueError("the loss is not finite: use a lower peak learning rate, --peak")
             samples = [generate_sample(self.model, self.tokenizer, prompt) for prompt in SAMPLE_PROMPTS]
+        self.model.train()
         if sum(losses.values()) < min(
             (sum(entry[key] for key in losses) for entry in self.log.evaluations), default=math.inf
         ):
@@ -355,7 +342,7 @@ class Run:
 
 
 def train(
-    paths: Sequence[Path],
+    texts: Sequence[Path],
     out: Path,
     recipe: Recipe,
     *,
@@ -371,7 +358,7 @@ def train(
     Raises `ValueError` if there is too little text, if `out` holds a finished checkpoint or the state of another run,
     if `start` is no network of the recipe's sizes, or if the loss becomes infinite or NaN.
     """
-    corpus = Corpus.read(paths, recipe.held_out, prose)
+    corpus = Corpus.read(texts, recipe.held_out, prose)
     out.mkdir(parents=True, exist_ok=True)
     run = Run(corpus, out, recipe, device, start)
     run.resume()
@@ -408,7 +395,9 @@ def make_parser() -> Parser:
     parser.add_argument("--start", type=Path, help="directory of a checkpoint to train further")
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint, the log and the state")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compile", action="store_true", help="use torch.compile, which needs a C++ compiler")
+    parser.add_argument(
+        "--compile", dest="compiled", action="store_true", help="use torch.compile, which needs a C++ compiler"
+    )
     for field in fields(Recipe):
         option = "--" + field.name.replace("_", "-")
         parser.add_argument(
@@ -424,16 +413,8 @@ def main() -> None:
     parser = make_parser()
     options = vars(parser.parse_args())
     try:
-        recipe = Recipe(**{field.name: options[field.name] for field in fields(Recipe)})
-        train(
-            options["texts"],
-            options["out"],
-            recipe,
-            prose=options["prose"],
-            start=options["start"],
-            device=options["device"],
-            compiled=options["compile"],
-        )
+        recipe = Recipe(**{field.name: options.pop(field.name) for field in fields(Recipe)})
+        train(recipe=recipe, **options)
     except (ValueError, OSError) as error:
         parser.exit(1, f"{error}\n")
     except KeyboardInterrupt:

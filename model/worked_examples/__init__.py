@@ -10,12 +10,11 @@ import torch
 
 from model.worked_examples.a_tokens_journey import ATokensJourney
 from model.worked_examples.ai_rocks import AIRocks
-from model.worked_examples.comparison import Comparison, compare
+from model.worked_examples.comparison import compare
 from model.worked_examples.i_like_transformers import ILikeTransformers
-from model.worked_examples.published import Published
 from model.worked_examples.worked_example import WorkedExample
 
-__all__ = ["WORKED_EXAMPLES", "Comparison", "Published", "WorkedExample", "compare", "worked_example"]
+__all__ = ["WORKED_EXAMPLES", "WorkedExample", "compare", "worked_example"]
 
 WORKED_EXAMPLES: dict[str, type[WorkedExample]] = {
     example.name: example for example in (AIRocks, ATokensJourney, ILikeTransformers)

@@ -10,28 +10,15 @@ From `attn_out` on, the article follows only the last position. Between the step
 or two decimals.
 """
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
-from model.network.attention import probed_attention
-from model.ops.torch_attention import ScoreRule
 from model.ops.torch_ops import ACTIVATIONS
-from model.tracing.stages import HIDDEN, OUTPUT_STAGES, RESIDUAL, Stage, norm_stages
 from model.tracing.tap import Probe
-from model.worked_examples.published import Published
-from model.worked_examples.worked_example import (
-    ATTENTION,
-    WorkedExample,
-    by_head,
-    fixed,
-    in_block,
-    layer_norm,
-    norm_weights,
-    project_heads,
-)
+from model.worked_examples.published import Printed
+from model.worked_examples.worked_example import WorkedExample, fixed, layer_norm
 
 TOKEN_EMBEDDING = [
     [0.2, -0.1, 0.7, 0.2],
@@ -90,64 +77,43 @@ W_LM = [
     [0.1, 0.5, 0.2, 0.2, 0.2, 0.1],
 ]
 
-RESIDUAL_SHAPE = (1, 4, 4)
-SCALE_SHAPE = (1, 4, 1)
-HEAD_SHAPE = (1, 4, 1, 4)
-PATTERN_SHAPE = (1, 1, 4, 4)
-VOCABULARY_SHAPE = (1, 4, 6)
 LAST = np.s_[0, 3]
 
-PUBLISHED = {
-    "embed": Published.of(
-        RESIDUAL_SHAPE,
+PRINTED = {
+    "embed": Printed(
         "0.2 -0.1 0.7 0.2   0.1 0.4 -0.3 0.6   0.5 0.2 0.1 -0.3   -0.2 0.2 0.4 0.1",
         given=True,
     ),
-    "pos_embed": Published.of(
-        RESIDUAL_SHAPE,
+    "pos_embed": Printed(
         "0.1 0.0 0.1 0.0   0.0 0.1 0.0 0.1   0.1 0.0 0.0 -0.1   0.0 0.1 0.1 0.0",
         given=True,
     ),
     # The article prints the last row a second time, with two decimals, as the input of LayerNorm and of the
     # residual connection.
-    "blocks.0.resid_pre": Published.of(
-        RESIDUAL_SHAPE,
-        "0.3 -0.1 0.8 0.2   0.1 0.5 -0.3 0.7   0.6 0.2 0.1 -0.4   -0.20 0.30 0.50 0.10",
+    "blocks.0.resid_pre": Printed("0.3 -0.1 0.8 0.2   0.1 0.5 -0.3 0.7   0.6 0.2 0.1 -0.4   -0.20 0.30 0.50 0.10"),
+    "blocks.0.ln1.scale": Printed("0.259", LAST),
+    "blocks.0.ln1.out": Printed("-1.45 0.48 1.26 -0.29", LAST),
+    "blocks.0.attn.q": Printed("0.3 0.0 0.3 0.2   0.1 0.4 -0.2 0.4   0.2 0.1 -0.1 0.0   -0.1 0.1 0.3 0.2"),
+    "blocks.0.attn.k": Printed("0.1 0.2 0.5 -0.1   0.4 0.2 0.0 0.6   0.2 0.0 0.1 -0.1   0.0 0.4 0.1 0.0"),
+    "blocks.0.attn.v": Printed("-0.1 0.4 0.4 0.1   0.4 0.0 0.2 0.7   0.2 0.2 -0.1 0.0   0.0 0.1 0.4 0.1"),
+    "blocks.0.attn.scores": Printed(
+        "0.16 0.24 0.07 0.03   -0.05 0.36 -0.04 0.14   -0.01 0.10 0.03 0.03   0.14 0.10 -0.01 0.07"
     ),
-    "blocks.0.ln1.scale": Published.of(SCALE_SHAPE, "0.259", LAST),
-    "blocks.0.ln1.out": Published.of(RESIDUAL_SHAPE, "-1.45 0.48 1.26 -0.29", LAST),
-    "blocks.0.attn.q": Published.of(
-        HEAD_SHAPE, "0.3 0.0 0.3 0.2   0.1 0.4 -0.2 0.4   0.2 0.1 -0.1 0.0   -0.1 0.1 0.3 0.2"
+    "blocks.0.attn.pattern": Printed(
+        "0.26 0.28 0.24 0.23   0.21 0.32 0.21 0.26   0.24 0.27 0.25 0.25   0.27 0.26 0.23 0.25"
     ),
-    "blocks.0.attn.k": Published.of(
-        HEAD_SHAPE, "0.1 0.2 0.5 -0.1   0.4 0.2 0.0 0.6   0.2 0.0 0.1 -0.1   0.0 0.4 0.1 0.0"
-    ),
-    "blocks.0.attn.v": Published.of(
-        HEAD_SHAPE, "-0.1 0.4 0.4 0.1   0.4 0.0 0.2 0.7   0.2 0.2 -0.1 0.0   0.0 0.1 0.4 0.1"
-    ),
-    "blocks.0.attn.scores": Published.of(
-        PATTERN_SHAPE,
-        "0.16 0.24 0.07 0.03   -0.05 0.36 -0.04 0.14   -0.01 0.10 0.03 0.03   0.14 0.10 -0.01 0.07",
-    ),
-    "blocks.0.attn.pattern": Published.of(
-        PATTERN_SHAPE,
-        "0.26 0.28 0.24 0.23   0.21 0.32 0.21 0.26   0.24 0.27 0.25 0.25   0.27 0.26 0.23 0.25",
-    ),
-    "blocks.0.attn.z": Published.of(
-        HEAD_SHAPE,
-        "0.13 0.17 0.23 0.25   0.15 0.15 0.22 0.27   0.14 0.18 0.22 0.24   0.12 0.19 0.24 0.24",
-    ),
-    "blocks.0.attn_out": Published.of(RESIDUAL_SHAPE, "0.14 0.19 0.22 0.24", LAST),
-    "blocks.0.resid_mid": Published.of(RESIDUAL_SHAPE, "-0.06 0.49 0.72 0.34", LAST),
-    "blocks.0.ln2.scale": Published.of(SCALE_SHAPE, "0.284", LAST),
-    "blocks.0.ln2.out": Published.of(RESIDUAL_SHAPE, "-1.52 0.41 1.22 -0.11", LAST),
-    "blocks.0.mlp.pre": Published.of(RESIDUAL_SHAPE, "-0.67 0.42 0.01 -0.23", LAST),
-    "blocks.0.mlp.post": Published.of(RESIDUAL_SHAPE, "0.00 0.42 0.01 0.00", LAST),
-    "blocks.0.mlp_out": Published.of(RESIDUAL_SHAPE, "0.04 0.17 0.09 -0.04", LAST),
-    "blocks.0.resid_post": Published.of(RESIDUAL_SHAPE, "-0.02 0.66 0.81 0.30", LAST),
-    "logits": Published.of(VOCABULARY_SHAPE, "0.18 0.82 0.35 0.43 0.29 0.10", LAST),
-    "probabilities": Published.of(VOCABULARY_SHAPE, "0.14 0.26 0.16 0.17 0.15 0.12", LAST),
-    "loss": Published.of((1, 4), "1.89", np.s_[0, 3:]),
+    "blocks.0.attn.z": Printed("0.13 0.17 0.23 0.25   0.15 0.15 0.22 0.27   0.14 0.18 0.22 0.24   0.12 0.19 0.24 0.24"),
+    "blocks.0.attn_out": Printed("0.14 0.19 0.22 0.24", LAST),
+    "blocks.0.resid_mid": Printed("-0.06 0.49 0.72 0.34", LAST),
+    "blocks.0.ln2.scale": Printed("0.284", LAST),
+    "blocks.0.ln2.out": Printed("-1.52 0.41 1.22 -0.11", LAST),
+    "blocks.0.mlp.pre": Printed("-0.67 0.42 0.01 -0.23", LAST),
+    "blocks.0.mlp.post": Printed("0.00 0.42 0.01 0.00", LAST),
+    "blocks.0.mlp_out": Printed("0.04 0.17 0.09 -0.04", LAST),
+    "blocks.0.resid_post": Printed("-0.02 0.66 0.81 0.30", LAST),
+    "logits": Printed("0.18 0.82 0.35 0.43 0.29 0.10", LAST),
+    "probabilities": Printed("0.14 0.26 0.16 0.17 0.15 0.12", LAST),
+    "loss": Printed("1.89", np.s_[0, 3:]),
 }
 
 
@@ -162,24 +128,8 @@ class ATokensJourney(WorkedExample):
     targets: ClassVar[list[int | None]] = [None, None, None, 4]
     max_positions = 4
     d_model, num_heads, d_head, d_mlp = 4, 1, 4, 4
-    stages: ClassVar[list[Stage]] = [
-        Stage("embed", RESIDUAL),
-        Stage("pos_embed", RESIDUAL),
-        *in_block(
-            Stage("resid_pre", RESIDUAL),
-            *norm_stages("ln1"),
-            *ATTENTION,
-            Stage("attn_out", RESIDUAL),
-            Stage("resid_mid", RESIDUAL),
-            *norm_stages("ln2"),
-            Stage("mlp.pre", HIDDEN),
-            Stage("mlp.post", HIDDEN),
-            Stage("mlp_out", RESIDUAL),
-            Stage("resid_post", RESIDUAL),
-        ),
-        *OUTPUT_STAGES,
-    ]
-    published = PUBLISHED
+    block = ("resid_pre", "ln1", "attn", "attn_out", "resid_mid", "ln2", "mlp", "mlp_out", "resid_post")
+    printed = PRINTED
     published_results: ClassVar[dict[str, str]] = {
         "loss": "1.89",
         "prediction": "cat",
@@ -188,39 +138,17 @@ class ATokensJourney(WorkedExample):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tok_emb, self.pos_emb = fixed(TOKEN_EMBEDDING), fixed(POSITION_EMBEDDING)
+        self.W_E, self.W_pos = fixed(TOKEN_EMBEDDING), fixed(POSITION_EMBEDDING)
         self.ln1, self.ln2 = layer_norm(self.d_model), layer_norm(self.d_model)
-        self.W_q, self.W_k, self.W_v = fixed([W_Q]), fixed([W_K]), fixed([W_V])  # (H, C, D)
-        self.W_o, self.W_1, self.W_2, self.W_lm = fixed(W_O), fixed(W_1), fixed(W_2), fixed(W_LM)
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        attention = {"W_Q": self.W_q, "W_K": self.W_k, "W_V": self.W_v, "W_O": by_head(self.W_o, self.num_heads)}
-        return {
-            "embed.W_E": self.tok_emb,
-            "pos_embed.W_pos": self.pos_emb,
-            **norm_weights("blocks.0.ln1", self.ln1),
-            **{f"blocks.0.attn.{name}": weight for name, weight in attention.items()},
-            **norm_weights("blocks.0.ln2", self.ln2),
-            "blocks.0.mlp.W_in": self.W_1,
-            "blocks.0.mlp.W_out": self.W_2,
-            "unembed.W_U": self.W_lm,
-        }
+        self.W_Q, self.W_K, self.W_V = fixed([W_Q]), fixed([W_K]), fixed([W_V])  # (H, C, D)
+        self.W_O, self.W_in, self.W_out, self.W_U = fixed(W_O), fixed(W_1), fixed(W_2), fixed(W_LM)
 
     def compute(self, ids: Tensor, probe: Probe, block: Probe) -> Tensor:
-        attn, mlp = block.at("attn"), block.at("mlp")
-        embed = probe("embed", self.tok_emb[ids])  # (1, T, C)
-        x = embed + probe("pos_embed", self.pos_emb[: ids.shape[1]].expand_as(embed))
-        x = block("resid_pre", x)
-
+        mlp = block.at("mlp")
+        x = block("resid_pre", self.embed(ids, probe))  # (1, T, C)
         self.ln1(x, block.at("ln1"))  # the article shows this stage, but no later stage reads it
-        q = attn("q", project_heads(x, self.W_q))  # (1, T, H, D)
-        k = attn("k", project_heads(x, self.W_k))
-        v = attn("v", project_heads(x, self.W_v))
-        z = probed_attention(q, k, v, None, attn, rule=ScoreRule(1.0))
-        x = block("resid_mid", x + block("attn_out", z.flatten(2) @ self.W_o))
+        x = block("resid_mid", x + block("attn_out", self.attention(x, block.at("attn"), is_causal=False, scale=1.0)))
 
-        pre = mlp("pre", self.ln2(x, block.at("ln2")) @ self.W_1)
+        pre = mlp("pre", self.ln2(x, block.at("ln2")) @ self.W_in)
         post = mlp("post", ACTIVATIONS["relu"](pre))
-        x = block("resid_post", x + block("mlp_out", post @ self.W_2))
-        return x @ self.W_lm
+        return block("resid_post", x + block("mlp_out", post @ self.W_out)) @ self.W_U

@@ -8,14 +8,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-
-Printed: TypeAlias = "str | list[Printed] | None"
-"""Strings in nested lists of the stage's shape; None if the article prints no number at a place."""
 
 
 def half_unit(printed: str) -> float:
@@ -25,55 +23,51 @@ def half_unit(printed: str) -> float:
 
 
 @dataclass(frozen=True)
-class Published:
-    """The printed numbers of one stage.
+class Printed:
+    """Numbers separated by whitespace, row by row, as the part `at` of a stage.
 
     `given`: the printed numbers are weights, so they are exact. `squared`: the article prints the square of the stage;
     for example, it prints a variance and the stage is the standard deviation.
     """
 
-    values: Printed
+    text: str
+    at: EllipsisType | tuple[int | slice, ...] = ...
     given: bool = False
     squared: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        shape: Sequence[int],
-        text: str,
-        at: EllipsisType | tuple[int | slice, ...] = ...,
-        *,
-        given: bool = False,
-        squared: bool = False,
-    ) -> "Published":
-        """Read numbers separated by whitespace, row by row, as the part `at` of a stage of this shape."""
+    def in_stage(self, shape: Sequence[int]) -> "Published":
+        """The printed numbers of a stage of this shape."""
         grid = np.full(shape, None, dtype=object)
-        grid[at] = np.array(text.split(), dtype=object).reshape(grid[at].shape)
-        return cls(grid.tolist(), given=given, squared=squared)
+        grid[self.at] = np.array(self.text.split(), dtype=object).reshape(grid[self.at].shape)
+        return Published(grid, self.given, self.squared)
+
+
+@dataclass(frozen=True, eq=False)
+class Published:
+    """The printed numbers of one stage: strings in its shape, and None where the article prints no number.
+
+    `given` and `squared` are those of `Printed`.
+    """
+
+    values: NDArray[Any]
+    given: bool
+    squared: bool
 
     def numbers(self) -> Tensor:
         """The printed numbers, float64 in the stage's shape; NaN if no number is printed at a place."""
-        return _convert(self.values, float, math.nan)
+        return self._convert(float, math.nan)
 
     def half_units(self) -> Tensor:
         """The largest rounding error of each printed number, float64 in the stage's shape; 0 for all other places."""
-        return _convert(self.values, lambda printed: 0.0 if self.given else half_unit(printed), 0.0)
+        return self._convert(lambda printed: 0.0 if self.given else half_unit(printed), 0.0)
 
     def string_at(self, index: Sequence[int]) -> str:
         """The string printed at this place. Raises `ValueError` if there is none."""
-        values = self.values
-        for i in index:
-            assert isinstance(values, list), "the index is longer than the stage has dims"
-            values = values[i]
-        if not isinstance(values, str):
+        printed = self.values[tuple(index)]
+        if not isinstance(printed, str):
             raise ValueError(f"nothing is printed at {tuple(index)}")
-        return values
+        return printed
 
-
-def _convert(values: Printed, number: Callable[[str], float], absent: float) -> Tensor:
-    def walk(values: Printed) -> object:
-        if isinstance(values, list):
-            return [walk(value) for value in values]
-        return absent if values is None else number(values)
-
-    return torch.tensor(walk(values), dtype=torch.float64)
+    def _convert(self, number: Callable[[str], float], absent: float) -> Tensor:
+        numbers = [absent if printed is None else number(printed) for printed in self.values.flat]
+        return torch.tensor(numbers, dtype=torch.float64).view(self.values.shape)

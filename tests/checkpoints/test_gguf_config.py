@@ -126,7 +126,7 @@ class TestRope:
         metadata = {f"llama.rope.{key}": value for key, value in keys.items()} | {"general.architecture": "llama"}
         reader = MetadataReader(FILE, metadata)
         tensors = {name: np.asarray(values, np.float32) for name, values in (factors or {}).items()}
-        return read_rope(reader, tensors, rotary_dim=rotary_dim, max_positions=4096)["rope_scaling"]
+        return read_rope(reader, tensors, rotary_dim, 4096)["rope_scaling"]
 
     def test_linear_is_the_kind_without_a_key(self) -> None:
         keys: dict[str, Any] = {"scaling.factor": 4.0}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from model.tracing.stages import stages_of
-from model.worked_examples import WORKED_EXAMPLES
+from model.worked_examples import WORKED_EXAMPLES, worked_example
 from tests.service.running import Running
 from tests.tiny import CONFIGS
 from tests.web.browsing import DESKTOP, Findings, open_table, open_view, url_of, wait_until_ready, wait_until_settled
@@ -90,8 +90,8 @@ class TestNames:
         self, page: "Page", base: str
     ) -> None:
         open_view(page, base, "status")
-        for name, example in WORKED_EXAMPLES.items():
-            self.check(page, [stage.name for stage in example.stages], None, name)
+        for name in WORKED_EXAMPLES:
+            self.check(page, [stage.name for stage in worked_example(name).stages], None, name)
 
     def test_formulas_follow_the_architecture(self, page: "Page", base: str) -> None:
         open_view(page, base, "status")
@@ -453,7 +453,7 @@ def test_a_wrong_address_is_an_error(
 @pytest.mark.parametrize("name", WORKED_EXAMPLES)
 def test_a_worked_example_has_all_of_its_stages(page: "Page", bundled: Running, base: str, name: str) -> None:
     open_view(page, base, "forward", model=name, stage="blocks.0.attn.pattern")
-    assert page.locator("stage-card").count() == len(WORKED_EXAMPLES[name].stages)
+    assert page.locator("stage-card").count() == len(worked_example(name).stages)
     prompt = " ".join(WORKED_EXAMPLES[name].vocabulary[each] for each in WORKED_EXAMPLES[name].prompt_ids)
     answer = bundled.answer("/forward", model=name, prompt=prompt, stages=["*.pattern"], heads=[0], detail="values")
     check_matrix(read_cells(body_of(page, "blocks.0.attn.pattern")), answer["stages"][0]["values"][0][0])
@@ -479,5 +479,5 @@ def test_another_prompt_or_model_drops_what_it_does_not_have(page: "Page", base:
     page.get_by_role("textbox", name="Prompt").fill("the cat sat")
     page.get_by_role("button", name="Run").click()
     wait_until_ready(page)
-    assert page.locator("stage-card").count() == len(WORKED_EXAMPLES["a-tokens-journey"].stages)
+    assert page.locator("stage-card").count() == len(worked_example("a-tokens-journey").stages)
     assert card(page, "blocks.0.attn.q").is_visible()

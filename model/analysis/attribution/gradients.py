@@ -100,11 +100,7 @@ def gradients_of(value: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The gradient of a number with respect to each tensor; zeros if it does not depend on the tensor."""
     if not value.requires_grad:  # no wanted stage leads to the value
         return [torch.zeros_like(tensor) for tensor in tensors]
-    found = torch.autograd.grad(value, tensors, allow_unused=True)
-    return [
-        torch.zeros_like(tensor) if gradient is None else gradient
-        for tensor, gradient in zip(tensors, found, strict=True)
-    ]
+    return list(torch.autograd.grad(value, tensors, materialize_grads=True))
 
 
 def gradient_bytes(config: ModelConfig, sizes: Mapping[str, int], num_logits: int, dtype: torch.dtype) -> int:

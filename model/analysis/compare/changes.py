@@ -1,12 +1,13 @@
 """Known mistakes of ports, as changes of a network: each with the hint that describes it."""
 
+from functools import partial
 from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from model.analysis.compare.hint import Hint
-from model.analysis.compare.network_changes import Change, LinearChange, Mistakes, Segment, with_weights
+from model.analysis.compare.network_changes import Change, Mistakes, Segment, with_weights
 from model.analysis.compare.position_changes import position_changes, rotary_changes
 from model.checkpoints.streamed import StreamedLinear
 from model.config import Activation, ModelConfig
@@ -86,12 +87,7 @@ def _norms(config: ModelConfig) -> Mistakes:
         if eps != config.norm_eps:
             yield eps_hint(eps, config), Change({"norm_eps": eps})
     if config.norm == "rms":
-        gains = ("weight", "1 + weight")
-        b, a = gains[not config.norm_offset], gains[config.norm_offset]
-        yield (
-            Hint("norm_offset", f"B's norms multiply by {b}, A's by {a}"),
-            Change({"norm_offset": not config.norm_offset}),
-        )
+        yield _other_offset(config, "norms multiply")
         message = "B's norms subtract the mean (LayerNorm), A's do not (RMSNorm)"
         yield Hint("norm_kind", message), Change({"norm": "layer", "norm_offset": False})
     else:
@@ -111,17 +107,20 @@ def single_norm_changes(config: ModelConfig) -> Mistakes:
     """Yield mistakes of a single norm, in the blocks or after them, while all other norms are right."""
     for name in ("ln1", "ln1_post", "ln2", "ln2_post", "attn.q_norm", "attn.k_norm", "ln_final"):
         for eps in EPSILONS:
-            hint = Hint("norm_eps", f"the epsilon of B's {name} is {eps:.3g}, A's is {config.norm_eps:.3g}")
-            yield hint, Change({"norm_eps": eps}, only_norm=name)
+            yield eps_hint(eps, config, name), Change({"norm_eps": eps}, only_norm=name)
         if config.norm == "rms":
-            gains = ("weight", "1 + weight")
-            b, a = gains[not config.norm_offset], gains[config.norm_offset]
-            hint = Hint("norm_offset", f"B's {name} multiplies by {b}, A's by {a}")
-            yield hint, Change({"norm_offset": not config.norm_offset}, only_norm=name)
+            yield _other_offset(config, f"{name} multiplies", only_norm=name)
 
 
-def eps_hint(eps: float, config: ModelConfig) -> Hint:
-    return Hint("norm_eps", f"the epsilon of B's norms is {eps:.3g}, A's is {config.norm_eps:.3g}")
+def eps_hint(eps: float, config: ModelConfig, norms: str = "norms") -> Hint:
+    return Hint("norm_eps", f"the epsilon of B's {norms} is {eps:.3g}, A's is {config.norm_eps:.3g}")
+
+
+def _other_offset(config: ModelConfig, multiply: str, only_norm: str | None = None) -> tuple[Hint, Change]:
+    gains = ("weight", "1 + weight")
+    b, a = gains[not config.norm_offset], gains[config.norm_offset]
+    hint = Hint("norm_offset", f"B's {multiply} by {b}, A's by {a}")
+    return hint, Change({"norm_offset": not config.norm_offset}, only_norm=only_norm)
 
 
 def _zero_bias(name: str, value: Tensor) -> Tensor:
@@ -171,32 +170,27 @@ def _weights(config: ModelConfig) -> Mistakes:
         for part, (first, end) in parts.items():
             if end - first == widths.get(layer, config.d_model):
                 hint = Hint("transposed_weight", f"B's {part} matrix is transposed")
-                yield hint, Change(linear={layer: _transposing(first, end)})
+                yield hint, Change(linear={layer: with_weights(partial(_transpose, first, end))})
             if has_bias.get(layer, config.mlp_bias):
-                yield Hint("missing_bias", f"B has no bias of {part}"), Change(linear={layer: _unbiasing(first, end)})
+                hint = Hint("missing_bias", f"B has no bias of {part}")
+                yield hint, Change(linear={layer: with_weights(partial(_remove_bias, first, end))})
         if has_bias.get(layer, config.mlp_bias) and len(parts) > 1:
-            names = ", ".join(parts)
-            yield Hint("missing_bias", f"B has no bias of {names}"), Change(linear={layer: _unbiasing(0, None)})
+            hint = Hint("missing_bias", f"B has no bias of {', '.join(parts)}")
+            yield hint, Change(linear={layer: with_weights(partial(_remove_bias, 0, None))})
     for offset in (1, -1):
         message = f"B uses the weights of the {'next' if offset > 0 else 'previous'} layer"
         yield Hint("shifted_layers", message), Change(layer_offset=offset)
 
 
-def _transposing(first: int, end: int) -> LinearChange:
-    def change(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return torch.cat((weight[:first], weight[first:end].T, weight[end:])), bias
-
-    return with_weights(change)
+def _transpose(first: int, end: int, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return torch.cat((weight[:first], weight[first:end].T, weight[end:])), bias
 
 
-def _unbiasing(first: int, end: int | None) -> LinearChange:
-    def change(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        assert bias is not None
-        bias = bias.clone()
-        bias[first:end] = 0
-        return weight, bias
-
-    return with_weights(change)
+def _remove_bias(first: int, end: int | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    assert bias is not None
+    bias = bias.clone()
+    bias[first:end] = 0
+    return weight, bias
 
 
 def _head(network: Transformer) -> Mistakes:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from model.analysis.compare.hint import Hint
 from model.config import ModelConfig
+from model.network.float_copy import linear_bias
 from model.network.transformer import Transformer
 from model.tracing.stages import Stage
 
@@ -52,9 +53,8 @@ def joined_heads(network: Transformer, stage: Stage, given: Mapping[str, Tensor]
     if part != "attn_out" or z is None or network.config.norm_placement not in ("pre", "post"):
         return
     layer = network.get_submodule(f"{place}.attn.out")
-    weight, bias = layer.weight, layer.bias
+    weight, bias = layer.weight, linear_bias(layer)
     assert isinstance(weight, Tensor), "the layers of this network keep or read their weights"
-    assert bias is None or isinstance(bias, Tensor)
     (_, num_tokens, num_heads, d_head), d_model = z.shape, network.config.d_model
     num_rows = min(num_tokens * d_model, 2 * num_heads**2, MAX_SOLVED // num_heads**2)
     if num_heads**2 > num_rows or num_heads**2 * num_tokens * d_model > MAX_NUMBERS:

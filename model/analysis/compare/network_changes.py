@@ -13,18 +13,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.analysis.compare.hint import Hint
 from model.checkpoints.streamed import StoredTableOps
 from model.config import ModelConfig
 from model.network.attention import probed_attention, score_rule
+from model.network.float_copy import linear_bias
 from model.network.norms import Norm, block_norm
 from model.network.rotary import Rotations
 from model.network.transformer import Block, Transformer
 from model.ops.interface import NetworkOps, Rotation
 from model.ops.torch_attention import CausalMask
+from model.ops.torch_ops import TORCH
 from model.tracing.pauses import pause
 from model.tracing.tap import Probe, Tap
 
@@ -66,17 +67,6 @@ class ChangedOps(StoredTableOps):
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         return self._rotate(x, rotation)
-
-
-class FixedLinear(nn.Module):
-    """A linear layer with these weights, which are not parameters."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.weight, self.bias = weight, bias
-
-    def forward(self, x: Tensor) -> Tensor:  # (..., K) -> (..., N)
-        return F.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -202,9 +192,8 @@ def with_weights(change: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor 
     """Make a change of a layer from a function of its weight (N, K) and bias (N,), both in float64."""
 
     def replace_layer(layer: nn.Module) -> nn.Module:
-        weight, bias = layer.weight, layer.bias
+        weight, bias = layer.weight, linear_bias(layer)
         assert isinstance(weight, Tensor), "the layers of this network keep or read their weights"
-        assert bias is None or isinstance(bias, Tensor)
-        return FixedLinear(*change(weight.double(), None if bias is None else bias.double()))
+        return TORCH.ops.linear(*change(weight.double(), None if bias is None else bias.double()), torch.float64)
 
     return replace_layer

@@ -56,7 +56,7 @@ def _verdict(found: Comparison) -> list[str]:
     if found.last_equal is not None:
         lines.append(f"before it, {found.last_equal} still agrees; the inherited error is {first.inherited:.1g}")
     difference = first.difference
-    if _finite(difference.scale) is not None and _finite(difference.cosine) is not None:
+    if all(number is not None and math.isfinite(number) for number in (difference.scale, difference.cosine)):
         lines.append(f"B's {first.name} is about {difference.scale:.4g} times A's, with cosine {difference.cosine:.6f}")
     others = [name for name in found.differing if name != first.name]
     if others:
@@ -70,7 +70,3 @@ def _verdict(found: Comparison) -> list[str]:
 def _listed(names: list[str], limit: int = MAX_LISTED) -> str:
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + rest
-
-
-def _finite(number: float | None) -> float | None:
-    return number if number is not None and math.isfinite(number) else None

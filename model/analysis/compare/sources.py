@@ -22,7 +22,7 @@ from torch import Tensor
 
 from model.analysis.compare.stage_names import ID_NAMES, Layout, layouts, stage_name, unstacked
 from model.checkpoints.safetensors_bytes import read_safetensors
-from model.checkpoints.safetensors_directory import HEADER_DTYPES, PICKLE_SUFFIXES, SafetensorsFiles, read_headers
+from model.checkpoints.safetensors_directory import HEADER_DTYPES, PICKLE_SUFFIXES, SafetensorsFiles
 from model.config import ModelConfig
 from model.errors import CheckpointError, InvalidField, join_names, printable_name, shortened
 from model.files import read_json, require_regular_file
@@ -78,15 +78,15 @@ def match_stages(
     stages = {stage.name: stage for stage in stages_of(config)}
     sizes = sizes_of(config, len(ids))
     tensors = unstacked(given.tensors, config)
-    check_names(names or {}, tensors, stages)
+    names = names or {}
+    check_names(names, tensors, stages)
     found: dict[str, Sequence[Layout]] = {}
     origin: dict[str, str] = {}
     unknown: list[str] = []
     for given_name, tensor in tensors.items():
-        is_mapped = names is not None and given_name in names
-        own = names[given_name] if names is not None and is_mapped else stage_name(given_name, config, stages)
+        own = names[given_name] if given_name in names else stage_name(given_name, config, stages)
         if own is None:
-            unknown += [] if is_mapped else [given_name]
+            unknown += [] if given_name in names else [given_name]
             continue
         own = own.replace("hook_", "")
         if tensor.dtype not in READ_DTYPES:
@@ -167,12 +167,11 @@ def read_stage_file(path: Path, max_bytes: int = MAX_FILE_BYTES) -> StageTensors
 
 
 def _read_safetensors(path: Path) -> StageTensors:
-    stored, metadata = read_headers(path)
-    for name, each in stored.items():
-        if each.header.dtype is None:
-            raise CheckpointError(f"{path}: {printable_name(name)} is {each.header.stored_as}, which cannot be read")
-    files = SafetensorsFiles(path)
-    return _stage_tensors(path.name, {name: files.read(name) for name in stored}, metadata)
+    source = SafetensorsFiles(path)
+    for name, header in source.headers.items():
+        if header.dtype is None:
+            raise CheckpointError(f"{path}: {printable_name(name)} is {header.stored_as}, which cannot be read")
+    return _stage_tensors(path.name, {name: source.read(name) for name in source.headers}, source.metadata)
 
 
 def read_safetensors_bytes(content: bytes, name: str) -> StageTensors:

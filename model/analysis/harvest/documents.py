@@ -38,38 +38,32 @@ class Document:
     size: int
 
 
+@dataclass(frozen=True)
 class Corpus:
     """The documents of some sources, in their order. `field` is the key or the column that holds a document."""
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        tokenizer: SpanTokenizer | None,
-        vocab_size: int,
-        *,
-        field: str = "text",
-        end_id: int | None = None,
-    ) -> None:
-        self._sources = sources
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._field = field
-        self._end_id = end_id
-        if not sources:
+    sources: Sequence[Source]
+    tokenizer: SpanTokenizer | None
+    vocab_size: int
+    field: str = "text"
+    end_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sources:
             raise InvalidField("corpus", "is empty; give texts, token ids or files")
 
     @property
     def size(self) -> int:
         """The bytes of the files, and the characters or ids of the other documents."""
-        return sum(each.stat().st_size if isinstance(each, Path) else len(each) for each in self._sources)
+        return sum(each.stat().st_size if isinstance(each, Path) else len(each) for each in self.sources)
 
     def describe(self) -> list[Any]:
         """The sources in a form by which another run sees that its corpus is a different one."""
-        sizes = ([str(each), each.stat().st_size] if isinstance(each, Path) else [len(each)] for each in self._sources)
-        return [[*size, digest_of(each)] for size, each in zip(sizes, self._sources, strict=True)]
+        sizes = ([str(each), each.stat().st_size] if isinstance(each, Path) else [len(each)] for each in self.sources)
+        return [[*size, digest_of(each)] for size, each in zip(sizes, self.sources, strict=True)]
 
     def documents(self) -> Iterator[Document]:
-        for index, source in enumerate(self._sources):
+        for index, source in enumerate(self.sources):
             if not isinstance(source, Path):
                 yield Document(source, f"document {index}", len(source))
             elif source.suffix == ".jsonl":
@@ -91,11 +85,11 @@ class Corpus:
         except ModuleNotFoundError:
             raise InvalidField("corpus", f'{path} needs pyarrow: pip install "forwardscope[harvest]"') from None
         file = pyarrow.parquet.ParquetFile(path)
-        if self._field not in file.schema_arrow.names:
+        if self.field not in file.schema_arrow.names:
             names = ", ".join(file.schema_arrow.names)
-            raise InvalidField("field", f"{path} has no column {shortened(self._field)}; it has {names}")
+            raise InvalidField("field", f"{path} has no column {shortened(self.field)}; it has {names}")
         row, size = 0, path.stat().st_size // max(file.metadata.num_rows, 1)
-        for batch in file.iter_batches(ROWS_PER_BATCH, columns=[self._field]):
+        for batch in file.iter_batches(ROWS_PER_BATCH, columns=[self.field]):
             for value in batch.column(0).to_pylist():
                 yield Document(value, f"{path}, row {row}", size)
                 row += 1
@@ -107,21 +101,21 @@ class Corpus:
         """
         content = self._parse(document) if isinstance(document.content, bytes) else document.content
         if isinstance(content, str):
-            if self._tokenizer is None:
+            if self.tokenizer is None:
                 raise InvalidField("corpus", f"{document.name}: this model has no tokenizer.json; give token ids")
             if len(content) > MAX_CHARACTERS:
                 limit = f"{len(content)} characters are more than {MAX_CHARACTERS}"
                 raise InvalidField("corpus", f"{document.name}: {limit}; divide it into several documents")
             try:
-                ids, found = self._tokenizer.encode_with_spans(content)
+                ids, found = self.tokenizer.encode_with_spans(content)
             except UnreadableText as error:
                 raise InvalidField("corpus", f"{document.name}: {error}") from None
             spans, end = [span or (0, 0) for span in found], len(content)
         else:
             ids, end = self._check_ids(content, document.name), -1
             spans = [(-1, -1)] * len(ids)
-        if self._end_id is not None:
-            ids, spans = [*ids, self._end_id], [*spans, (end, end)]
+        if self.end_id is not None:
+            ids, spans = [*ids, self.end_id], [*spans, (end, end)]
         tokens = np.empty((len(ids), 4), np.int64)
         tokens[:, 0], tokens[:, 1] = ids, number
         tokens[:, 2:] = np.array(spans, np.int64).reshape(-1, 2)
@@ -134,15 +128,15 @@ class Corpus:
             raise InvalidField("corpus", f"{document.name} is not JSON: {error}") from None
         if not isinstance(content, dict):
             return content
-        if self._field not in content:
-            raise InvalidField("field", f"{document.name} has no key {shortened(self._field)}")
-        return content[self._field]
+        if self.field not in content:
+            raise InvalidField("field", f"{document.name} has no key {shortened(self.field)}")
+        return content[self.field]
 
     def _check_ids(self, content: Any, name: str) -> list[int]:
         is_list = isinstance(content, Sequence) and not isinstance(content, str | bytes)
         ids = list(content) if is_list else []
-        if not is_list or not all(type(each) is int and 0 <= each < self._vocab_size for each in ids):
-            vocabulary = f"from 0 to {self._vocab_size - 1}"
+        if not is_list or not all(type(each) is int and 0 <= each < self.vocab_size for each in ids):
+            vocabulary = f"from 0 to {self.vocab_size - 1}"
             raise InvalidField("corpus", f"{name} is neither a text nor a list of token ids {vocabulary}")
         return ids
 

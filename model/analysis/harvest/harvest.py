@@ -7,13 +7,12 @@ file ends.
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
-from torch import Tensor
 
-from model.analysis.harvest.contexts import Context, Place, contexts
-from model.analysis.harvest.documents import Corpus, Source, Tokens
+from model.analysis.harvest.contexts import Context, contexts
+from model.analysis.harvest.documents import Corpus, Source
 from model.analysis.harvest.manifest import Manifest
 from model.analysis.harvest.passes import HarvestedModel
 from model.analysis.harvest.rows import Rows, bytes_per_token
@@ -74,7 +73,7 @@ def harvest(
     if options.statistics:
         check_size(chosen, sizes, options.statistics, options.top_k)
     end_id = model.end_id if options.packed else None
-    corpus = Corpus(sources, model.tokenizer, sizes["d_vocab"], field=options.field, end_id=end_id)
+    corpus = Corpus(sources, model.tokenizer, sizes["d_vocab"], options.field, end_id)
     settings = asdict(options) | {
         "model": model.name,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -86,7 +85,7 @@ def harvest(
     manifest = Manifest.open(directory, settings)
     if manifest.is_complete:
         return manifest
-    sink: Sink
+    sink: Rows | Statistics
     if options.statistics:
         sink = Statistics(options.statistics, options.top_k, manifest)
     else:
@@ -97,20 +96,11 @@ def harvest(
     return manifest
 
 
-class Sink(Protocol):
-    """Takes the stages of passes, and writes files of them."""
-
-    def must_write(self, num_tokens: int) -> bool: ...
-    def begin(self, tokens: Tokens) -> None: ...
-    def keep(self, stage: Stage, tensor: Tensor) -> None: ...
-    def write(self, manifest: Manifest, place: Place) -> None: ...
-
-
 def run(
     model: HarvestedModel,
     stages: Sequence[Stage],
     passes: Iterable[Context],
-    sink: Sink,
+    sink: Rows | Statistics,
     manifest: Manifest,
     corpus: Corpus,
 ) -> None:

@@ -4,7 +4,7 @@ The inputs of a layer are those of the unquantized network, so a calibrated weig
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -112,12 +112,8 @@ def _collected(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
         own = _second_moments(x)
         moments[name] = moments[name] + own if name in moments else own
 
-    handles = [
-        layer.register_forward_pre_hook(lambda _, args, name=name: collect(name, args[0]))
-        for name, layer in layers.items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hook = layer.register_forward_pre_hook(lambda _, args, name=name: collect(name, args[0]))
+            hooks.enter_context(hook)
         yield moments
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -1,11 +1,11 @@
-"""Keep calibrated weights in a file for the next start: a safetensors file with a digest of its content."""
+"""Keep results in files for the next start. Calibrated weights are a safetensors file with a digest of its content."""
 
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -17,20 +17,27 @@ from model.ops.weight_formats import FORMATS, PackedGroups
 logger = logging.getLogger(__name__)
 
 
+@contextmanager
+def kept(path: Path, repeated: str) -> Iterator[Path]:
+    """A file that becomes `path` when it is complete. If it cannot be written, a warning says what is `repeated`."""
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    except (OSError, SafetensorError) as error:
+        logger.warning("%s cannot be written, so the next start %s again: %s", path, repeated, error)
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
 def write_weights(path: Path, weights: Mapping[str, PackedGroups]) -> None:
-    """Keep weights by the names of their layers, if that is possible: without the file, the next start calibrates."""
+    """Keep weights by the names of their layers."""
     tensors: dict[str, Tensor] = {}
     for name, weight in weights.items():
         tensors |= {f"{name}.integers": weight.integers, f"{name}.scales": weight.scales}
     layers = json.dumps({name: (weight.format.name, *weight.shape) for name, weight in weights.items()})
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    try:
-        save_file(tensors, unfinished, {"layers": layers, "digest": _digest(layers, tensors)})
-        unfinished.replace(path)
-    except (OSError, SafetensorError) as error:
-        logger.warning("%s cannot be written, so the next start calibrates again: %s", path, error)
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
+    with kept(path, "calibrates") as file:
+        save_file(tensors, file, {"layers": layers, "digest": _digest(layers, tensors)})
 
 
 def read_weights(path: Path) -> dict[str, PackedGroups] | None:

@@ -168,6 +168,13 @@ class ConfigReader:
             )
 
 
+def require_object(key: str, value: Any) -> dict[str, Any]:
+    """The value of a key, which must be an object; an empty one if it is missing, null or empty."""
+    if value and not isinstance(value, dict):
+        raise ValueError(f"config.json: {key} = {short_repr(value)} is not an object")
+    return value or {}
+
+
 def _asks_for_nothing(key: str, value: Any) -> bool:
     """Whether a key of other families has a value that changes no network."""
     return not value or (

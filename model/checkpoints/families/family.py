@@ -39,36 +39,18 @@ BUFFERS = ("*rotary_emb*inv_freq", "*rotary_emb*_cached")
 
 @dataclass(frozen=True)
 class Source:
-    """The tensors of a checkpoint that fill one of our parameters. The rows of several tensors are stacked in order."""
+    """The modules of a checkpoint that fill one of ours, or the tensors that fill one of our parameters.
+
+    The rows of several are stacked in order.
+    """
 
     names: tuple[str, ...]
     layout: Layout = "rows"
     expert: int = 0  # for the layout "expert"
 
 
-def rows(*names: str) -> Source:
-    """A parameter made of these tensors as they are stored, (out, in). The rows of several are stacked in order."""
-    return Source(names)
-
-
-def transposed(name: str) -> Source:
-    """A parameter that the checkpoint stores as one tensor (in, out)."""
-    return Source((name,), "transposed")
-
-
-def heads(name: str) -> Source:
-    """A parameter with a row for each head, which are tensors of their own: `{h}` in the name stands for the head."""
-    return Source((name,), "heads")
-
-
-def interleaved(name: str) -> Source:
-    """The parameter of q, k and v, whose rows the checkpoint stores as (head, q k v, d_head)."""
-    return Source((name,), "interleaved")
-
-
-def experts(name: str) -> Source:
-    """The matrix of one expert in a tensor with the matrices of all experts, (expert, out, in)."""
-    return Source((name,), "expert")
+def stored(*names: str, layout: Layout = "rows") -> Source:
+    return Source(names, layout)
 
 
 @dataclass(frozen=True)
@@ -108,11 +90,11 @@ def stacked_rows(parameter: str, config: ModelConfig) -> list[int]:
 class Family:
     """One family of checkpoints.
 
-    `tensors` maps each of our parameters to its source, where `{i}` stands for the layer and `{e}` for the expert. A
-    network may lack some of these parameters, such as biases, or the head of a tied model. `surplus` are globs of
-    tensors that the network does not need. `fused` are the sources of parameters in a checkpoint that stores the
-    experts of a layer as one tensor. `keys` maps fields of `ModelConfig` to keys in `config.json`, for errors, and
-    `aliases` other names of keys to their names.
+    `tensors` maps each of our modules to its source, where `{i}` stands for the layer and `{e}` for the expert. A
+    network may lack some of these modules, such as the head of a tied model. `surplus` are globs of tensors that the
+    network does not need. `fused` are the sources of modules in a checkpoint that stores the experts of a layer as one
+    tensor. `keys` maps fields of `ModelConfig` to keys in `config.json`, for errors, and `aliases` other names of keys
+    to their names.
     """
 
     model_type: str
@@ -162,21 +144,25 @@ class Family:
     @property
     def prefix(self) -> str:
         """The beginning of the names of all tensors but the head."""
-        (embedding,) = self.tensors["embed.weight"].names
-        return embedding.rsplit(".", 2)[0] + "."
+        (embedding,) = self.tensors["embed"].names
+        return embedding.rpartition(".")[0] + "."
 
     def source(self, parameter: str) -> Source:
-        """The source of a parameter, such as `blocks.0.ln1.weight`."""
+        """The source of a parameter, such as `blocks.0.ln1.weight`: its kind, "weight" or "bias", follows the module.
+
+        Tensors with the matrices of all experts have no kind in their names, and no vector is transposed.
+        """
         layer = _LAYER.search(parameter)
         expert = _EXPERT.search(parameter)
-        template = _EXPERT.sub(".experts.{e}.", _LAYER.sub("blocks.{i}.", parameter))
-        source = self.tensors[template]
-        names = source.names
+        module, _, kind = _EXPERT.sub(".experts.{e}.", _LAYER.sub("blocks.{i}.", parameter)).rpartition(".")
+        source = self.tensors[module]
+        names = source.names if source.layout == "expert" else tuple(f"{name}.{kind}" for name in source.names)
+        layout = "rows" if source.layout == "transposed" and kind == "bias" else source.layout
         if layer is not None:
             names = tuple(name.replace("{i}", layer[1]) for name in names)
         if expert is not None:
             names = tuple(name.replace("{e}", expert[1]) for name in names)
-        return Source(names, source.layout, 0 if expert is None else int(expert[1]))
+        return Source(names, layout, 0 if expert is None else int(expert[1]))
 
     def parts(self, parameter: str, shape: tuple[int, ...], config: ModelConfig) -> list[Part]:
         """The tensors of a checkpoint that fill a parameter of this shape, in the order of its rows."""

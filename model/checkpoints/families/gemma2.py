@@ -8,7 +8,7 @@ from typing import Any
 
 from model.checkpoints.families import llama
 from model.checkpoints.families.config_reader import ConfigReader
-from model.checkpoints.families.family import Family, rows
+from model.checkpoints.families.family import Family, stored
 from model.checkpoints.families.rope import RopeKeys
 from model.checkpoints.families.windows import read_layer_windows
 from model.config import MAX_SIZES, ModelConfig
@@ -21,9 +21,9 @@ DEFAULTS = llama.DEFAULTS | {
     "tie_word_embeddings": True,
 }
 TENSORS = llama.TENSORS | {
-    "blocks.{i}.ln1_post.weight": rows("model.layers.{i}.post_attention_layernorm.weight"),
-    "blocks.{i}.ln2.weight": rows("model.layers.{i}.pre_feedforward_layernorm.weight"),
-    "blocks.{i}.ln2_post.weight": rows("model.layers.{i}.post_feedforward_layernorm.weight"),
+    "blocks.{i}.ln1_post": stored("model.layers.{i}.post_attention_layernorm"),
+    "blocks.{i}.ln2": stored("model.layers.{i}.pre_feedforward_layernorm"),
+    "blocks.{i}.ln2_post": stored("model.layers.{i}.post_feedforward_layernorm"),
 }
 KEYS = llama.KEYS | {
     "attention_scale": "query_pre_attn_scalar",

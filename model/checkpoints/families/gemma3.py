@@ -6,7 +6,7 @@ Five of six layers have a window. They rotate with a base of their own, and thei
 from typing import Any
 
 from model.checkpoints.families import gemma2, qwen3
-from model.checkpoints.families.config_reader import ConfigReader
+from model.checkpoints.families.config_reader import ConfigReader, require_object
 from model.checkpoints.families.family import Family
 from model.checkpoints.families.rope import RopeKeys
 from model.checkpoints.families.windows import FULL, SLIDING, read_layer_windows
@@ -15,7 +15,7 @@ from model.errors import short_repr
 
 DEFAULTS = gemma2.DEFAULTS | {"vocab_size": 262208, "num_attention_heads": 8, "max_position_embeddings": 131072}
 ROPE_KEYS = RopeKeys(default_theta=1e6, layer_type=FULL, states_scaled_length=True)
-TENSORS = gemma2.TENSORS | {name: source for name, source in qwen3.TENSORS.items() if "_norm." in name}
+TENSORS = gemma2.TENSORS | {name: source for name, source in qwen3.TENSORS.items() if name.endswith("_norm")}
 
 
 def read(config: ConfigReader) -> ModelConfig:
@@ -52,12 +52,10 @@ def read_local_theta(config: ConfigReader) -> float:
         raise ValueError(
             f"config.json: rope_parameters = {short_repr(parameters)} must have the entries {FULL} and {SLIDING}"
         )
-    local = parameters.get(SLIDING) or {}
-    if not isinstance(local, dict):
-        raise ValueError(f"config.json: rope_parameters.{SLIDING} = {short_repr(local)} is not an object")
-    reader = ConfigReader(local, f"rope_parameters.{SLIDING}")
-    for key in ("rope_type", "type"):
-        reader.expect(key, "default")
+    key = f"rope_parameters.{SLIDING}"
+    reader = ConfigReader(require_object(key, parameters.get(SLIDING)), key)
+    reader.expect("rope_type", "default")
+    reader.expect("type", "default")
     theta = reader.take("rope_theta", theta)
     reader.expect("partial_rotary_factor", 1.0)
     reader.finish()

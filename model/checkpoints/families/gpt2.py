@@ -4,7 +4,7 @@ Matrices are stored as (in, out).
 """
 
 from model.checkpoints.families.config_reader import ConfigReader
-from model.checkpoints.families.family import ACTIVATIONS, Family, rows, transposed
+from model.checkpoints.families.family import ACTIVATIONS, Family, stored
 from model.config import MAX_SIZES, ModelConfig
 
 KEYS = {
@@ -58,22 +58,15 @@ FAMILY = Family(
     # Causal masks, which old versions of transformers stored.
     surplus=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
     tensors={
-        "embed.weight": rows("transformer.wte.weight"),
-        "pos_embed.weight": rows("transformer.wpe.weight"),
-        "blocks.{i}.ln1.weight": rows("transformer.h.{i}.ln_1.weight"),
-        "blocks.{i}.ln1.bias": rows("transformer.h.{i}.ln_1.bias"),
-        "blocks.{i}.attn.qkv.weight": transposed("transformer.h.{i}.attn.c_attn.weight"),
-        "blocks.{i}.attn.qkv.bias": rows("transformer.h.{i}.attn.c_attn.bias"),
-        "blocks.{i}.attn.out.weight": transposed("transformer.h.{i}.attn.c_proj.weight"),
-        "blocks.{i}.attn.out.bias": rows("transformer.h.{i}.attn.c_proj.bias"),
-        "blocks.{i}.ln2.weight": rows("transformer.h.{i}.ln_2.weight"),
-        "blocks.{i}.ln2.bias": rows("transformer.h.{i}.ln_2.bias"),
-        "blocks.{i}.mlp.up.weight": transposed("transformer.h.{i}.mlp.c_fc.weight"),
-        "blocks.{i}.mlp.up.bias": rows("transformer.h.{i}.mlp.c_fc.bias"),
-        "blocks.{i}.mlp.down.weight": transposed("transformer.h.{i}.mlp.c_proj.weight"),
-        "blocks.{i}.mlp.down.bias": rows("transformer.h.{i}.mlp.c_proj.bias"),
-        "ln_final.weight": rows("transformer.ln_f.weight"),
-        "ln_final.bias": rows("transformer.ln_f.bias"),
-        "head.weight": rows("lm_head.weight"),
+        "embed": stored("transformer.wte"),
+        "pos_embed": stored("transformer.wpe"),
+        "blocks.{i}.ln1": stored("transformer.h.{i}.ln_1"),
+        "blocks.{i}.attn.qkv": stored("transformer.h.{i}.attn.c_attn", layout="transposed"),
+        "blocks.{i}.attn.out": stored("transformer.h.{i}.attn.c_proj", layout="transposed"),
+        "blocks.{i}.ln2": stored("transformer.h.{i}.ln_2"),
+        "blocks.{i}.mlp.up": stored("transformer.h.{i}.mlp.c_fc", layout="transposed"),
+        "blocks.{i}.mlp.down": stored("transformer.h.{i}.mlp.c_proj", layout="transposed"),
+        "ln_final": stored("transformer.ln_f"),
+        "head": stored("lm_head"),
     },
 )

@@ -5,7 +5,7 @@ LayerNorm, attention and feed-forward in parallel, rotary positions in part of e
 
 from model.checkpoints.families import llama
 from model.checkpoints.families.config_reader import ConfigReader
-from model.checkpoints.families.family import Family, interleaved, rows
+from model.checkpoints.families.family import Family, stored
 from model.checkpoints.families.rope import RopeKeys
 from model.config import ModelConfig
 
@@ -39,21 +39,14 @@ FAMILY = Family(
     # Causal masks, which old versions of transformers stored.
     surplus=("gpt_neox.layers.*.attention.bias", "gpt_neox.layers.*.attention.masked_bias"),
     tensors={
-        "embed.weight": rows("gpt_neox.embed_in.weight"),
-        "blocks.{i}.ln1.weight": rows("gpt_neox.layers.{i}.input_layernorm.weight"),
-        "blocks.{i}.ln1.bias": rows("gpt_neox.layers.{i}.input_layernorm.bias"),
-        "blocks.{i}.attn.qkv.weight": interleaved("gpt_neox.layers.{i}.attention.query_key_value.weight"),
-        "blocks.{i}.attn.qkv.bias": interleaved("gpt_neox.layers.{i}.attention.query_key_value.bias"),
-        "blocks.{i}.attn.out.weight": rows("gpt_neox.layers.{i}.attention.dense.weight"),
-        "blocks.{i}.attn.out.bias": rows("gpt_neox.layers.{i}.attention.dense.bias"),
-        "blocks.{i}.ln2.weight": rows("gpt_neox.layers.{i}.post_attention_layernorm.weight"),
-        "blocks.{i}.ln2.bias": rows("gpt_neox.layers.{i}.post_attention_layernorm.bias"),
-        "blocks.{i}.mlp.up.weight": rows("gpt_neox.layers.{i}.mlp.dense_h_to_4h.weight"),
-        "blocks.{i}.mlp.up.bias": rows("gpt_neox.layers.{i}.mlp.dense_h_to_4h.bias"),
-        "blocks.{i}.mlp.down.weight": rows("gpt_neox.layers.{i}.mlp.dense_4h_to_h.weight"),
-        "blocks.{i}.mlp.down.bias": rows("gpt_neox.layers.{i}.mlp.dense_4h_to_h.bias"),
-        "ln_final.weight": rows("gpt_neox.final_layer_norm.weight"),
-        "ln_final.bias": rows("gpt_neox.final_layer_norm.bias"),
-        "head.weight": rows("embed_out.weight"),
+        "embed": stored("gpt_neox.embed_in"),
+        "blocks.{i}.ln1": stored("gpt_neox.layers.{i}.input_layernorm"),
+        "blocks.{i}.attn.qkv": stored("gpt_neox.layers.{i}.attention.query_key_value", layout="interleaved"),
+        "blocks.{i}.attn.out": stored("gpt_neox.layers.{i}.attention.dense"),
+        "blocks.{i}.ln2": stored("gpt_neox.layers.{i}.post_attention_layernorm"),
+        "blocks.{i}.mlp.up": stored("gpt_neox.layers.{i}.mlp.dense_h_to_4h"),
+        "blocks.{i}.mlp.down": stored("gpt_neox.layers.{i}.mlp.dense_4h_to_h"),
+        "ln_final": stored("gpt_neox.final_layer_norm"),
+        "head": stored("embed_out"),
     },
 )

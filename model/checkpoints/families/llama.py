@@ -7,32 +7,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from model.checkpoints.families.config_reader import ConfigReader
-from model.checkpoints.families.family import ACTIVATIONS, Family, rows
+from model.checkpoints.families.family import ACTIVATIONS, Family, stored
 from model.checkpoints.families.rope import RopeKeys, read_rope
 from model.config import MAX_SIZES, ModelConfig
 
 TENSORS = {
-    "embed.weight": rows("model.embed_tokens.weight"),
-    "blocks.{i}.ln1.weight": rows("model.layers.{i}.input_layernorm.weight"),
-    "blocks.{i}.attn.qkv.weight": rows(
-        "model.layers.{i}.self_attn.q_proj.weight",
-        "model.layers.{i}.self_attn.k_proj.weight",
-        "model.layers.{i}.self_attn.v_proj.weight",
+    "embed": stored("model.embed_tokens"),
+    "blocks.{i}.ln1": stored("model.layers.{i}.input_layernorm"),
+    "blocks.{i}.attn.qkv": stored(
+        "model.layers.{i}.self_attn.q_proj",
+        "model.layers.{i}.self_attn.k_proj",
+        "model.layers.{i}.self_attn.v_proj",
     ),
-    "blocks.{i}.attn.qkv.bias": rows(
-        "model.layers.{i}.self_attn.q_proj.bias",
-        "model.layers.{i}.self_attn.k_proj.bias",
-        "model.layers.{i}.self_attn.v_proj.bias",
-    ),
-    "blocks.{i}.attn.out.weight": rows("model.layers.{i}.self_attn.o_proj.weight"),
-    "blocks.{i}.attn.out.bias": rows("model.layers.{i}.self_attn.o_proj.bias"),
-    "blocks.{i}.ln2.weight": rows("model.layers.{i}.post_attention_layernorm.weight"),
-    "blocks.{i}.mlp.up.weight": rows("model.layers.{i}.mlp.gate_proj.weight", "model.layers.{i}.mlp.up_proj.weight"),
-    "blocks.{i}.mlp.up.bias": rows("model.layers.{i}.mlp.gate_proj.bias", "model.layers.{i}.mlp.up_proj.bias"),
-    "blocks.{i}.mlp.down.weight": rows("model.layers.{i}.mlp.down_proj.weight"),
-    "blocks.{i}.mlp.down.bias": rows("model.layers.{i}.mlp.down_proj.bias"),
-    "ln_final.weight": rows("model.norm.weight"),
-    "head.weight": rows("lm_head.weight"),
+    "blocks.{i}.attn.out": stored("model.layers.{i}.self_attn.o_proj"),
+    "blocks.{i}.ln2": stored("model.layers.{i}.post_attention_layernorm"),
+    "blocks.{i}.mlp.up": stored("model.layers.{i}.mlp.gate_proj", "model.layers.{i}.mlp.up_proj"),
+    "blocks.{i}.mlp.down": stored("model.layers.{i}.mlp.down_proj"),
+    "ln_final": stored("model.norm"),
+    "head": stored("lm_head"),
 }
 KEYS = {
     "d_model": "hidden_size",
@@ -83,7 +75,7 @@ def read_common(
     num_kv_heads = config.take_nullable("num_key_value_heads", defaults["num_key_value_heads"])
     rope = read_rope(config, read_max_positions(config, defaults["max_position_embeddings"]), rope_keys)
     if rope.fraction != 1.0:
-        options["rotary_dim"] = rope.rotary_dim(d_head or d_model // num_heads)
+        options["rotary_dim"] = int((d_head or d_model // num_heads) * rope.fraction)  # rounded down as in transformers
     return ModelConfig(
         vocab_size=config.need("vocab_size", defaults["vocab_size"]),
         d_model=d_model,

@@ -2,24 +2,24 @@
 
 from model.checkpoints.families import llama
 from model.checkpoints.families.config_reader import ConfigReader
-from model.checkpoints.families.family import Family, experts, rows
+from model.checkpoints.families.family import Family, stored
 from model.checkpoints.families.rope import RopeKeys
 from model.config import ModelConfig
 
 DEFAULTS = llama.DEFAULTS | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "norm_eps": 1e-5}
 EXPERTS = {
-    "blocks.{i}.mlp.router.weight": rows("model.layers.{i}.block_sparse_moe.gate.weight"),
-    "blocks.{i}.mlp.experts.{e}.up.weight": rows(
-        "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight",
-        "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight",
+    "blocks.{i}.mlp.router": stored("model.layers.{i}.block_sparse_moe.gate"),
+    "blocks.{i}.mlp.experts.{e}.up": stored(
+        "model.layers.{i}.block_sparse_moe.experts.{e}.w1",
+        "model.layers.{i}.block_sparse_moe.experts.{e}.w3",
     ),
-    "blocks.{i}.mlp.experts.{e}.down.weight": rows("model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight"),
+    "blocks.{i}.mlp.experts.{e}.down": stored("model.layers.{i}.block_sparse_moe.experts.{e}.w2"),
 }
 # The experts as transformers 5 holds them in memory; it can save them so.
 FUSED = {
-    "blocks.{i}.mlp.router.weight": rows("model.layers.{i}.mlp.gate.weight"),
-    "blocks.{i}.mlp.experts.{e}.up.weight": experts("model.layers.{i}.mlp.experts.gate_up_proj"),
-    "blocks.{i}.mlp.experts.{e}.down.weight": experts("model.layers.{i}.mlp.experts.down_proj"),
+    "blocks.{i}.mlp.router": stored("model.layers.{i}.mlp.gate"),
+    "blocks.{i}.mlp.experts.{e}.up": stored("model.layers.{i}.mlp.experts.gate_up_proj", layout="expert"),
+    "blocks.{i}.mlp.experts.{e}.down": stored("model.layers.{i}.mlp.experts.down_proj", layout="expert"),
 }
 
 

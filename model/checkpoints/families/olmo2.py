@@ -2,13 +2,13 @@
 
 from model.checkpoints.families import llama, qwen3
 from model.checkpoints.families.config_reader import ConfigReader
-from model.checkpoints.families.family import Family, rows
+from model.checkpoints.families.family import Family, stored
 from model.config import ModelConfig
 
 DEFAULTS = llama.DEFAULTS | {"norm_eps": 1e-5}
 OUTPUT_NORMS = {
-    "blocks.{i}.ln1_post.weight": rows("model.layers.{i}.post_attention_layernorm.weight"),
-    "blocks.{i}.ln2_post.weight": rows("model.layers.{i}.post_feedforward_layernorm.weight"),
+    "blocks.{i}.ln1_post": stored("model.layers.{i}.post_attention_layernorm"),
+    "blocks.{i}.ln2_post": stored("model.layers.{i}.post_feedforward_layernorm"),
 }
 TENSORS = qwen3.TENSORS | OUTPUT_NORMS
 
@@ -23,6 +23,6 @@ FAMILY = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
     read=read,
-    tensors={name: source for name, source in TENSORS.items() if ".ln1." not in name and ".ln2." not in name},
+    tensors={name: source for name, source in TENSORS.items() if not name.endswith((".ln1", ".ln2"))},
     keys=llama.KEYS,
 )

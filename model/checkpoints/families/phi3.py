@@ -2,7 +2,7 @@
 
 from model.checkpoints.families import llama
 from model.checkpoints.families.config_reader import ConfigReader
-from model.checkpoints.families.family import Family, rows
+from model.checkpoints.families.family import Family, stored
 from model.checkpoints.families.rope import RopeKeys
 from model.config import ModelConfig
 
@@ -14,8 +14,8 @@ ROPE_KEYS = RopeKeys(
 )
 # The fused matrices have the same order of rows as ours: q, k, v, and gate, up.
 FUSED = {
-    "blocks.{i}.attn.qkv.weight": rows("model.layers.{i}.self_attn.qkv_proj.weight"),
-    "blocks.{i}.mlp.up.weight": rows("model.layers.{i}.mlp.gate_up_proj.weight"),
+    "blocks.{i}.attn.qkv": stored("model.layers.{i}.self_attn.qkv_proj"),
+    "blocks.{i}.mlp.up": stored("model.layers.{i}.mlp.gate_up_proj"),
 }
 
 

@@ -2,14 +2,14 @@
 
 from model.checkpoints.families import llama, qwen2
 from model.checkpoints.families.config_reader import ConfigReader
-from model.checkpoints.families.family import Family, rows
+from model.checkpoints.families.family import Family, stored
 from model.config import ModelConfig
 
 DEFAULTS = qwen2.DEFAULTS | {"head_dim": 128}
 # The norms of q and k, beside the tensors of Llama.
 TENSORS = llama.TENSORS | {
-    "blocks.{i}.attn.q_norm.weight": rows("model.layers.{i}.self_attn.q_norm.weight"),
-    "blocks.{i}.attn.k_norm.weight": rows("model.layers.{i}.self_attn.k_norm.weight"),
+    "blocks.{i}.attn.q_norm": stored("model.layers.{i}.self_attn.q_norm"),
+    "blocks.{i}.attn.k_norm": stored("model.layers.{i}.self_attn.k_norm"),
 }
 
 

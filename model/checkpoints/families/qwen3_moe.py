@@ -4,17 +4,17 @@ from typing import Any
 
 from model.checkpoints.families import llama, mixtral, qwen2, qwen3
 from model.checkpoints.families.config_reader import ConfigReader
-from model.checkpoints.families.family import Family, rows
+from model.checkpoints.families.family import Family, stored
 from model.config import MAX_SIZES, ModelConfig
 from model.errors import short_repr
 
 DEFAULTS = llama.DEFAULTS | {"max_position_embeddings": 32768, "num_key_value_heads": 4}
 EXPERTS = {
-    "blocks.{i}.mlp.router.weight": rows("model.layers.{i}.mlp.gate.weight"),
-    "blocks.{i}.mlp.experts.{e}.up.weight": rows(
-        "model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "model.layers.{i}.mlp.experts.{e}.up_proj.weight"
+    "blocks.{i}.mlp.router": stored("model.layers.{i}.mlp.gate"),
+    "blocks.{i}.mlp.experts.{e}.up": stored(
+        "model.layers.{i}.mlp.experts.{e}.gate_proj", "model.layers.{i}.mlp.experts.{e}.up_proj"
     ),
-    "blocks.{i}.mlp.experts.{e}.down.weight": rows("model.layers.{i}.mlp.experts.{e}.down_proj.weight"),
+    "blocks.{i}.mlp.experts.{e}.down": stored("model.layers.{i}.mlp.experts.{e}.down_proj"),
 }
 
 

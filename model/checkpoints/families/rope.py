@@ -3,19 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
-from model.checkpoints.families.config_reader import ConfigReader
+from model.checkpoints.families.config_reader import ConfigReader, require_object
 from model.config import MAX_SIZES, RopeScaling, ScalingKind
 from model.errors import short_repr
 
-KINDS: Mapping[str, ScalingKind] = {
-    "linear": "linear",
-    "dynamic": "dynamic",
-    "llama3": "llama3",
-    "yarn": "yarn",
-    "longrope": "longrope",
-}
+KINDS: Mapping[str, ScalingKind] = {kind: kind for kind in get_args(ScalingKind)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +34,6 @@ class Rope:
     fraction: float  # how much of each head is rotated
     scaling: RopeScaling | None
     max_positions: int
-
-    def rotary_dim(self, d_head: int) -> int:
-        """How many dims of a head are rotated, rounded down as in transformers."""
-        return int(d_head * self.fraction)
 
 
 def read_rope(reader: ConfigReader, max_position_embeddings: int, keys: RopeKeys) -> Rope:
@@ -84,14 +74,10 @@ def read_rope(reader: ConfigReader, max_position_embeddings: int, keys: RopeKeys
 def _read_parameters(reader: ConfigReader, theta: float, layer_type: str | None) -> tuple[Mapping[str, Any], str]:
     """The object with the scaling, and its key in the file. An empty object if there is none."""
     parent_key = "rope_parameters" if reader.take("rope_parameters") else "rope_scaling"
-    parameters = reader.take(parent_key) or {}
-    if not isinstance(parameters, dict):
-        raise ValueError(f"config.json: {parent_key} = {short_repr(parameters)} is not an object")
+    parameters = require_object(parent_key, reader.take(parent_key))
     if layer_type is not None and parent_key == "rope_parameters":
         parent_key = f"{parent_key}.{layer_type}"
-        parameters = parameters.get(layer_type) or {}
-        if not isinstance(parameters, dict):
-            raise ValueError(f"config.json: {parent_key} = {short_repr(parameters)} is not an object")
+        parameters = require_object(parent_key, parameters.get(layer_type))
     duplicate = reader.take("rope_scaling")  # some configs have both keys
     if duplicate and _normalized(duplicate, theta) != _normalized(parameters, theta):
         raise ValueError("config.json: rope_scaling and rope_parameters differ; keep only one of them")

@@ -5,17 +5,14 @@ Some models add attention and feed-forward in parallel, with one norm for both, 
 
 from model.checkpoints.families import llama
 from model.checkpoints.families.config_reader import ConfigReader
-from model.checkpoints.families.family import Family, heads, rows
+from model.checkpoints.families.family import Family, stored
 from model.checkpoints.families.rope import RopeKeys
 from model.config import ModelConfig
 
 DEFAULTS = llama.DEFAULTS | {"max_position_embeddings": 4096, "num_key_value_heads": 32, "norm_eps": 1e-5}
 NORMS = {
-    "blocks.{i}.ln1.bias": rows("model.layers.{i}.input_layernorm.bias"),
-    "blocks.{i}.ln2.bias": rows("model.layers.{i}.post_attention_layernorm.bias"),
-    "blocks.{i}.attn.q_norm.weight": heads("model.layers.{i}.self_attn.q_layernorm.norms.{h}.weight"),
-    "blocks.{i}.attn.k_norm.weight": heads("model.layers.{i}.self_attn.k_layernorm.norms.{h}.weight"),
-    "ln_final.bias": rows("model.norm.bias"),
+    "blocks.{i}.attn.q_norm": stored("model.layers.{i}.self_attn.q_layernorm.norms.{h}", layout="heads"),
+    "blocks.{i}.attn.k_norm": stored("model.layers.{i}.self_attn.k_layernorm.norms.{h}", layout="heads"),
 }
 
 

@@ -4,9 +4,11 @@ Defaults are those of llama.cpp, which these files are made for: a setting witho
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from model.checkpoints.families import FAMILIES
 from model.checkpoints.gguf_files.config_parts import ConfigSource, read_common, read_sizes
 from model.checkpoints.gguf_files.header import StoredTensor
 from model.checkpoints.gguf_files.metadata import MetadataReader
@@ -39,6 +41,7 @@ def read_config(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, S
     config = ARCHITECTURES[architecture](source)
     source.reader.finish()
     config |= {"vocab_size": embedding.shape[0], "tie_word_embeddings": "output.weight" not in tensors}
+    config["architectures"] = [FAMILIES[config["model_type"]].architecture]
     for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
         token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if type(token_id) is int:
@@ -67,10 +70,9 @@ def _biases(source: ConfigSource) -> dict[str, bool]:
 def _llama(source: ConfigSource) -> dict[str, Any]:
     """Llama, Mistral and Mixtral have the same architecture in llama.cpp."""
     reader = source.reader
-    reader.ignore("rope.scaling.finetuned")
     if reader.integer("expert_count", 0) > 0:
         _expect_plain_routing(source)
-        return read_common(source, "mixtral", "MixtralForCausalLM") | {
+        return read_common(source, "mixtral") | {
             "num_local_experts": reader.integer("expert_count"),
             "num_experts_per_tok": reader.integer("expert_used_count"),
             "sliding_window": reader.integer("attention.sliding_window", 0) or None,
@@ -78,26 +80,19 @@ def _llama(source: ConfigSource) -> dict[str, Any]:
     _expect_no_experts(source)
     window = reader.integer("attention.sliding_window", 0)
     if window > 0:
-        return read_common(source, "mistral", "MistralForCausalLM") | {"sliding_window": window}
-    return read_common(source, "llama", "LlamaForCausalLM") | _biases(source)
-
-
-def _qwen2(source: ConfigSource) -> dict[str, Any]:
-    source.reader.ignore("rope.scaling.finetuned")
-    return read_common(source, "qwen2", "Qwen2ForCausalLM")
+        return read_common(source, "mistral") | {"sliding_window": window}
+    return read_common(source, "llama") | _biases(source)
 
 
 def _qwen3(source: ConfigSource) -> dict[str, Any]:
-    source.reader.ignore("rope.scaling.finetuned")
-    config = read_common(source, "qwen3", "Qwen3ForCausalLM", always_head_dim=True)
+    config = read_common(source, "qwen3", always_head_dim=True)
     return config | {"attention_bias": source.has("attn_q.bias")}
 
 
 def _qwen3_moe(source: ConfigSource) -> dict[str, Any]:
     reader = source.reader
-    reader.ignore("rope.scaling.finetuned")
     _expect_plain_routing(source)
-    config = read_common(source, "qwen3_moe", "Qwen3MoeForCausalLM", always_head_dim=True)
+    config = read_common(source, "qwen3_moe", always_head_dim=True)
     return config | {
         "attention_bias": source.has("attn_q.bias"),
         "num_experts": reader.integer("expert_count"),
@@ -113,11 +108,9 @@ def _layer_kinds(num_layers: int, period: int) -> list[str]:
     return ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(num_layers)]
 
 
-def _gemma(source: ConfigSource, model_type: str, architecture: str, wide_layers: int) -> dict[str, Any]:
+def _gemma(source: ConfigSource, model_type: str, wide_layers: int) -> dict[str, Any]:
     """The keys that Gemma 2 and Gemma 3 share. `wide_layers`: the number of layers of the 27B model."""
-    reader = source.reader
-    reader.ignore("rope.scaling.finetuned")
-    config = read_common(source, model_type, architecture, always_head_dim=True)
+    config = read_common(source, model_type, always_head_dim=True)
     is_wide = config["num_hidden_layers"] == wide_layers
     query_scalar = config["hidden_size"] // config["num_attention_heads"] if is_wide else config["head_dim"]
     return config | {"query_pre_attn_scalar": query_scalar, "hidden_activation": "gelu_pytorch_tanh"}
@@ -125,7 +118,7 @@ def _gemma(source: ConfigSource, model_type: str, architecture: str, wide_layers
 
 def _gemma2(source: ConfigSource) -> dict[str, Any]:
     reader = source.reader
-    config = _gemma(source, "gemma2", "Gemma2ForCausalLM", GEMMA2_WIDE_LAYERS)
+    config = _gemma(source, "gemma2", GEMMA2_WIDE_LAYERS)
     reader.expect("attention.sliding_window_pattern", GEMMA2_PERIOD)
     return config | {
         "attn_logit_softcapping": reader.number("attn_logit_softcapping", 50.0),
@@ -137,7 +130,7 @@ def _gemma2(source: ConfigSource) -> dict[str, Any]:
 
 def _gemma3(source: ConfigSource) -> dict[str, Any]:
     reader = source.reader
-    config = _gemma(source, "gemma3_text", "Gemma3ForCausalLM", GEMMA3_WIDE_LAYERS)
+    config = _gemma(source, "gemma3_text", GEMMA3_WIDE_LAYERS)
     reader.expect("attention.sliding_window_pattern", GEMMA3_PERIOD)
     # Without a window, all layers use `rope_theta`.
     window = reader.integer("attention.sliding_window", 0)
@@ -150,9 +143,8 @@ def _gemma3(source: ConfigSource) -> dict[str, Any]:
 
 def _phi3(source: ConfigSource) -> dict[str, Any]:
     reader = source.reader
-    reader.ignore("rope.scaling.finetuned")
     _expect_no_experts(source)
-    config = read_common(source, "phi3", "Phi3ForCausalLM", partial_key="partial_rotary_factor")
+    config = read_common(source, "phi3", partial_key="partial_rotary_factor")
     original = reader.integer("rope.scaling.original_context_length", config["max_position_embeddings"])
     window = reader.integer("attention.sliding_window", 0) or None
     if config["partial_rotary_factor"] == 1.0:
@@ -163,13 +155,11 @@ def _phi3(source: ConfigSource) -> dict[str, Any]:
 def _olmo2(source: ConfigSource) -> dict[str, Any]:
     if source.reader.has("attention.sliding_window"):
         raise source.reader.error("attention.sliding_window", "is set, so this is Olmo 3, which is not implemented")
-    source.reader.ignore("rope.scaling.finetuned")
-    return read_common(source, "olmo2", "Olmo2ForCausalLM") | {"attention_bias": False}
+    return read_common(source, "olmo2") | {"attention_bias": False}
 
 
 def _smollm3(source: ConfigSource) -> dict[str, Any]:
-    source.reader.ignore("rope.scaling.finetuned")
-    config = read_common(source, "smollm3", "SmolLM3ForCausalLM")
+    config = read_common(source, "smollm3")
     layers = range(config["num_hidden_layers"])
     return config | _biases(source) | {"no_rope_layers": [int((layer + 1) % SMOLLM3_PERIOD != 0) for layer in layers]}
 
@@ -178,7 +168,7 @@ def _granite(source: ConfigSource) -> dict[str, Any]:
     reader = source.reader
     reader.expect("rope.scaling.finetuned", True)  # False turns rotary positions off
     _expect_no_experts(source)
-    config = read_common(source, "granite", "GraniteForCausalLM") | _biases(source)
+    config = read_common(source, "granite") | _biases(source)
     head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
     return config | {
         "attention_multiplier": reader.number("attention.scale", 0.0) or head_dim**-0.5,
@@ -190,10 +180,8 @@ def _granite(source: ConfigSource) -> dict[str, Any]:
 
 def _stablelm(source: ConfigSource) -> dict[str, Any]:
     reader = source.reader
-    reader.ignore("rope.scaling.finetuned", "use_parallel_residual")  # llama.cpp goes by the tensors
-    config = read_common(
-        source, "stablelm", "StableLmForCausalLM", partial_key="partial_rotary_factor", eps_key="layer_norm_eps"
-    )
+    reader.ignore("use_parallel_residual")  # llama.cpp goes by the tensors
+    config = read_common(source, "stablelm", partial_key="partial_rotary_factor", eps_key="layer_norm_eps")
     return config | {
         "use_qkv_bias": source.has("attn_q.bias"),
         "qk_layernorm": source.has("attn_q_norm.weight"),
@@ -206,7 +194,7 @@ def _gpt_neox(source: ConfigSource) -> dict[str, Any]:
     is_parallel = reader.take("use_parallel_residual")
     if type(is_parallel) is not bool:
         raise reader.error("use_parallel_residual", "is missing, or neither true nor false")
-    config = read_common(source, "gpt_neox", "GPTNeoXForCausalLM", partial_key="rotary_pct", eps_key="layer_norm_eps")
+    config = read_common(source, "gpt_neox", partial_key="rotary_pct", eps_key="layer_norm_eps")
     if config.pop("num_key_value_heads") != config["num_attention_heads"]:
         raise reader.error("attention.head_count_kv", "differs from attention.head_count, which is not implemented")
     config["rotary_emb_base"] = config.pop("rope_theta")
@@ -218,7 +206,6 @@ def _gpt2(source: ConfigSource) -> dict[str, Any]:
     reader.expect("attention.head_count_kv", sizes["num_attention_heads"])
     return {
         "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
         "n_embd": sizes["hidden_size"],
         "n_layer": sizes["num_hidden_layers"],
         "n_head": sizes["num_attention_heads"],
@@ -232,7 +219,7 @@ def _gpt2(source: ConfigSource) -> dict[str, Any]:
 # general.architecture -> what reads the config.
 ARCHITECTURES: Mapping[str, Callable[[ConfigSource], dict[str, Any]]] = {
     "llama": _llama,
-    "qwen2": _qwen2,
+    "qwen2": partial(read_common, model_type="qwen2"),
     "qwen3": _qwen3,
     "qwen3moe": _qwen3_moe,
     "gemma2": _gemma2,

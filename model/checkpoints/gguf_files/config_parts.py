@@ -28,31 +28,22 @@ class ConfigSource:
 
 def read_sizes(source: ConfigSource) -> dict[str, Any]:
     """The sizes that every architecture has. They are checked here, because later steps compute with them."""
-    reader = source.reader
-
-    def size(key: str, limit: str, default: int | None = None) -> int:
-        value = reader.integer(key, default)
-        if not 1 <= value <= MAX_SIZES[limit]:
-            raise reader.error(key, f"is {value}; it must be from 1 to {MAX_SIZES[limit]}")
-        return value
-
-    num_heads = size("attention.head_count", "num_heads")
+    size = source.reader.size
+    num_heads = size("attention.head_count", MAX_SIZES["num_heads"])
     return {
-        "hidden_size": size("embedding_length", "d_model"),
-        "num_hidden_layers": size("block_count", "num_layers"),
+        "hidden_size": size("embedding_length", MAX_SIZES["d_model"]),
+        "num_hidden_layers": size("block_count", MAX_SIZES["num_layers"]),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": size("attention.head_count_kv", "num_kv_heads", num_heads),
-        "max_position_embeddings": size("context_length", "max_positions"),
+        "num_key_value_heads": size("attention.head_count_kv", MAX_SIZES["num_kv_heads"], num_heads),
+        "max_position_embeddings": size("context_length", MAX_SIZES["max_positions"]),
     }
 
 
 def read_head_dim(source: ConfigSource, sizes: Mapping[str, Any]) -> int:
     """The size of a head. By default the heads share the width of the network."""
-    reader = source.reader
-    head_dim = reader.integer("attention.key_length", sizes["hidden_size"] // sizes["num_attention_heads"])
-    reader.expect("attention.value_length", head_dim)
-    if not 1 <= head_dim <= MAX_SIZES["d_head"]:
-        raise reader.error("attention.key_length", f"is {head_dim}; it must be from 1 to {MAX_SIZES['d_head']}")
+    default = sizes["hidden_size"] // sizes["num_attention_heads"]
+    head_dim = source.reader.size("attention.key_length", MAX_SIZES["d_head"], default)
+    source.reader.expect("attention.value_length", head_dim)
     return head_dim
 
 
@@ -66,14 +57,12 @@ def read_rotary(source: ConfigSource, rotary_dim: int, sizes: Mapping[str, Any])
         if tensor.shape != (rotary_dim // 2,):
             raise CheckpointError(f"{tensor.file}: {name} has the shape {tensor.shape}, not ({rotary_dim // 2},)")
         factors[name.removesuffix(".weight")] = TensorRows(tensor).values(0, 1)[0].float().numpy()
-    max_positions = sizes["max_position_embeddings"]
-    return read_rope(source.reader, factors, rotary_dim=rotary_dim, max_positions=max_positions)
+    return read_rope(source.reader, factors, rotary_dim, sizes["max_position_embeddings"])
 
 
 def read_common(
     source: ConfigSource,
     model_type: str,
-    architecture: str,
     *,
     always_head_dim: bool = False,
     partial_key: str | None = None,
@@ -85,22 +74,20 @@ def read_common(
     the part of each head that is rotated; None if all of it is. `eps_key`: the key of the epsilon of norms.
     """
     reader, sizes = source.reader, read_sizes(source)
+    reader.ignore("rope.scaling.finetuned")
     head_dim = read_head_dim(source, sizes)
     stored_eps = "layer_norm_rms_epsilon" if eps_key == "rms_norm_eps" else "layer_norm_epsilon"
     config = {
         "model_type": model_type,
-        "architectures": [architecture],
         **sizes,
         "intermediate_size": reader.integer("feed_forward_length"),
         eps_key: reader.number(f"attention.{stored_eps}"),
     }
     if always_head_dim or head_dim * sizes["num_attention_heads"] != sizes["hidden_size"]:
         config["head_dim"] = head_dim
-    rotary_dim = reader.integer("rope.dimension_count", head_dim)
+    rotary_dim = reader.size("rope.dimension_count", head_dim, head_dim)
     if partial_key is None and rotary_dim != head_dim:
         raise reader.error("rope.dimension_count", f"is {rotary_dim}, but the size of a head is {head_dim}")
-    if not 0 < rotary_dim <= head_dim:
-        raise reader.error("rope.dimension_count", f"is {rotary_dim}; it must be from 1 to {head_dim}")
     if partial_key is not None:
         config[partial_key] = _fraction(rotary_dim, head_dim)
     return config | read_rotary(source, rotary_dim, sizes)

@@ -21,18 +21,8 @@ Kind = GGMLQuantizationType
 FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 # The package's own function for whole tensors calls these for a few rows at a time, which takes 3 to 9 times as long.
 QUANTIZED: Mapping[Kind, type[Any]] = {
-    Kind.Q8_0: quants.Q8_0,
-    Kind.Q4_0: quants.Q4_0,
-    Kind.Q4_1: quants.Q4_1,
-    Kind.Q5_0: quants.Q5_0,
-    Kind.Q5_1: quants.Q5_1,
-    Kind.Q2_K: quants.Q2_K,
-    Kind.Q3_K: quants.Q3_K,
-    Kind.Q4_K: quants.Q4_K,
-    Kind.Q5_K: quants.Q5_K,
-    Kind.Q6_K: quants.Q6_K,
-    Kind.IQ4_NL: quants.IQ4_NL,
-    Kind.IQ4_XS: quants.IQ4_XS,
+    GGMLQuantizationType[name]: getattr(quants, name)
+    for name in ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]
 }
 # The temporary arrays of a chunk of this size stay in the processor's cache.
 CHUNK_ELEMENTS = 1 << 17

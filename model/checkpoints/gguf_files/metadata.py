@@ -59,24 +59,29 @@ class MetadataReader:
             return numbers[0].item()
         return value
 
+    def _take_or(self, key: str, default: float | None) -> Any:
+        value = self.take(key)
+        if value is None and default is None:
+            raise self.error(key, "is missing")
+        return default if value is None else value
+
     def integer(self, key: str, default: int | None = None) -> int:
         """The key's value, an integer of at least 0. Without a `default` the key must be present."""
-        value = self.take(key)
-        if value is None:
-            if default is None:
-                raise self.error(key, "is missing")
-            return default
+        value = self._take_or(key, default)
         if type(value) is not int or value < 0:
             raise self.error(key, f"is {short_repr(value)}, not an integer of at least 0")
         return value
 
+    def size(self, key: str, high: int, default: int | None = None) -> int:
+        """The key's value, an integer from 1 to `high`."""
+        value = self.integer(key, default)
+        if not 1 <= value <= high:
+            raise self.error(key, f"is {value}; it must be from 1 to {high}")
+        return value
+
     def number(self, key: str, default: float | None = None) -> float:
         """The key's value, a finite number of at least 0. Without a `default` the key must be present."""
-        value = self.take(key)
-        if value is None:
-            if default is None:
-                raise self.error(key, "is missing")
-            return default
+        value = self._take_or(key, default)
         if not is_finite_number(value) or value < 0:
             raise self.error(key, f"is {short_repr(value)}, not a finite number of at least 0")
         return shortest_decimal(value)

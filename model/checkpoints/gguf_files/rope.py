@@ -19,18 +19,13 @@ Factors = NDArray[np.float32]
 
 
 def read_rope(
-    reader: MetadataReader,
-    factors: dict[str, Factors],
-    *,
-    rotary_dim: int,
-    max_positions: int,
-    default_theta: float = 10000.0,
+    reader: MetadataReader, factors: dict[str, Factors], rotary_dim: int, max_positions: int
 ) -> dict[str, Any]:
     """The keys `rope_theta` and `rope_scaling` (None without scaling) of a config.json.
 
     `factors` are the values of the tensors `rope_freqs`, `rope_factors_long` and `rope_factors_short`.
     """
-    theta = reader.number("rope.freq_base", default_theta)
+    theta = reader.number("rope.freq_base", 10000.0)
     return {"rope_theta": theta, "rope_scaling": _read_scaling(reader, factors, theta, rotary_dim, max_positions)}
 
 

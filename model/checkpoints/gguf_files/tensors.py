@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model.checkpoints.families import FAMILIES
 from model.checkpoints.gguf_files.blocks import KINDS, GroupedBlocks
 from model.checkpoints.gguf_files.dequantize import FLOATS, TensorRows, value_dtype
 from model.checkpoints.gguf_files.header import StoredTensor
-from model.checkpoints.gguf_files.tensor_names import TABLES, Change, Target
+from model.checkpoints.gguf_files.tensor_names import Change, Target, targets_of
 from model.checkpoints.tensor_source import TensorHeader
 from model.config import MAX_SIZES
 from model.errors import CheckpointError, printable_name
@@ -61,6 +62,7 @@ class GGUFTensors:
         self.aliases: Mapping[str, str] = {}
         self._config = config
         self._quantized_as = quantized_as
+        self._targets = targets_of(FAMILIES[config["model_type"]])
         self._sources: dict[str, _Source] = {}
         for tensor in stored.values():
             if tensor.name not in CONFIG_TENSORS:
@@ -78,11 +80,6 @@ class GGUFTensors:
             for name, source in self._sources.items()
         }
 
-    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Read a tensor, as `dtype`, or as the dtype of its header."""
-        source = self._sources[name]
-        return self.read_into(name, torch.empty(source.shape, dtype=dtype or self._dtype(source), device="cpu"))
-
     def grouped(self, name: str) -> GroupedBlocks | None:
         """The rows of a quantized matrix as they are stored, in the order of Hugging Face layout.
 
@@ -96,33 +93,30 @@ class GGUFTensors:
             order = torch.argsort(self._places(source.change, len(order)))
         return GroupedBlocks(TensorRows(source.stored), order)
 
-    def read_into(self, name: str, destination: Tensor) -> Tensor:
-        """Read a tensor into a tensor of the same shape and any dtype, without a second copy. Returns it."""
+    def read(self, name: str) -> Tensor:
+        """Read a tensor, as the dtype of its header, without a second copy."""
         source = self._sources[name]
-        assert destination.shape == source.shape
-        rows = TensorRows(source.stored)
-        change = source.change
+        rows, change, dtype = TensorRows(source.stored), source.change, self._dtype(source)
         if len(source.stored.shape) == 1:
             values = rows.values(0, 1)[0]
             if change == "plus_one":
                 values = values - 1
             elif change is not None:
                 values = torch.empty_like(values).index_copy_(0, self._places(change, len(values)), values)
-            return destination.copy_(values)
+            return values.to(dtype)
         assert change != "plus_one"
-        matrix = destination.T if change == "transposed" else destination.view(-1, rows.num_columns)
-        if change is None or change == "transposed":
+        tensor = torch.empty(source.shape, dtype=dtype, device="cpu")
+        matrix = tensor.T if change == "transposed" else tensor.view(-1, rows.num_columns)
+        places = None if change is None or change == "transposed" else self._places(change, len(matrix))
 
-            def put(first: int, last: int, values: Tensor) -> None:
+        def put(first: int, last: int, values: Tensor) -> None:
+            if places is None:
                 matrix[first:last] = values
-        else:
-            places = self._places(change, len(matrix)).to(destination.device)
-
-            def put(first: int, last: int, values: Tensor) -> None:
-                matrix.index_copy_(0, places[first:last], values.to(matrix.device, matrix.dtype))
+            else:
+                matrix.index_copy_(0, places[first:last], values.to(dtype))
 
         rows.copy(source.start, source.stop, put)
-        return destination
+        return tensor
 
     def _dtype(self, source: _Source) -> torch.dtype:
         """The dtype of a tensor that `read` returns. Raises `CheckpointError` if its type is not implemented."""
@@ -149,13 +143,12 @@ class GGUFTensors:
 
     def _target(self, tensor: StoredTensor) -> Target:
         """The target of a stored tensor, with the index of its layer. Unknown tensors keep their names."""
-        table = TABLES[self._config["model_type"]]
         layer = _LAYER.match(tensor.name)
         template = tensor.name if layer is None else f"blk.{{i}}.{tensor.name[layer.end() :]}"
         expert = _EXPERT.fullmatch(template.removeprefix("blk.{i}."))
         if expert is not None:
             template = f"blk.{{i}}.{expert[1]}_exps.weight"
-        target = table.get(template, Target(tensor.name))
+        target = self._targets.get(template, Target(tensor.name))
         name = target.name if layer is None else target.name.replace("{i}", str(int(layer[1])))
         if expert is not None:
             name = name.replace("{e}", expert[2])

@@ -4,18 +4,8 @@ import hashlib
 import random
 from collections.abc import Iterator
 
-from model.training.stories import friend_plots, thing_plots
+from model.training.stories import friend_plots, scenes, thing_plots
 from model.training.stories.recall import recall_text
-from model.training.stories.scenes import (
-    close_story,
-    go_out,
-    meet_friend,
-    open_story,
-    pass_a_thing,
-    play,
-    turn,
-    weather,
-)
 from model.training.stories.story import Story
 
 PLOTS = (*thing_plots.PLOTS, *friend_plots.PLOTS)
@@ -26,15 +16,14 @@ def tell(rng: random.Random) -> Story:
     """Tell a story of one of three lengths: a plot; a plot with scenes; two plots with scenes."""
     story = Story(rng)
     length = rng.randint(1, 3)
-    open_story(story)
-    meet_friend(story)
-    go_out(story)
-    scenes = story.rng.sample((weather, play, pass_a_thing), min(length, 2))
-    for scene in scenes:
+    scenes.open_story(story)
+    scenes.meet_friend(story)
+    scenes.go_out(story)
+    for scene in rng.sample((scenes.weather, scenes.play, scenes.pass_a_thing), min(length, 2)):
         scene(story)
     story.paragraph()
     first, second = rng.sample(PLOTS, 2)
-    turn(story)
+    scenes.turn(story)
     draw_roles(story)
     first(story)
     if length == 3:
@@ -43,15 +32,11 @@ def tell(rng: random.Random) -> Story:
             "Some days later, {a} and {b} met again {at}.",
             "The next week, {a} and {b} went back to the {p}.",
             "On another day, {a} and {b} were {at} again.",
-            a=story.hero,
-            b=story.friend,
-            p=story.place,
-            at=story.at,
         )
         draw_roles(story)
         second(story)
     story.paragraph()
-    close_story(story)
+    scenes.close_story(story)
     return story
 
 

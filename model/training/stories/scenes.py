@@ -2,7 +2,6 @@
 
 from model.training.stories import words
 from model.training.stories.story import HAPPY, Story
-from model.training.stories.world import Thing
 
 
 def open_story(story: Story) -> None:
@@ -19,19 +18,14 @@ def open_story(story: Story) -> None:
         "This is a story about {new}, {k} {new.kind}.",
         "Long ago, {k} {new.kind} named {new} lived in a small town.",
         k=words.article(kind),
-        p=story.place,
-        at=story.at,
     )
-    story.perhaps("{a.He} was {n} years old.", a=story.hero, n=age)
+    story.perhaps("{a.He} was {n} years old.", n=age)
     story.perhaps(
         "{a.He} lived with {a.his} family in a little house.",
         "{a.He} liked to play outside.",
         "{a.He} loved going to the {p}.",
         "Every day, {a.he} walked to the {p}.",
         "{a.He} asked questions all day long.",
-        a=story.hero,
-        p=story.place,
-        at=story.at,
     )
 
 
@@ -43,7 +37,6 @@ def meet_friend(story: Story) -> None:
         "{a} often played with {new}, {k} {new.kind} from the same street.",
         "Next door lived {k} {new.kind} named {new}.",
         k=words.article(story.rng.choice(words.KINDS)),
-        a=story.hero,
     )
 
 
@@ -55,10 +48,6 @@ def go_out(story: Story) -> None:
         "{w}, {a} and {b} met {at}.",
         "{w}, {a} and {b} walked to the {p} together.",
         w=story.rng.choice(words.TIMES),
-        a=story.hero,
-        b=story.friend,
-        p=story.place,
-        at=story.at,
     )
 
 
@@ -66,7 +55,7 @@ def pass_a_thing(story: Story) -> None:
     """A sentence whose last name must be the one of two names that does not give: indirect object identification."""
     giver, taker = story.rng.sample((story.hero, story.friend), 2)
     first, second = story.rng.sample((story.hero, story.friend), 2)
-    thing = Thing(story.rng.choice((*words.THINGS, *words.FRAGILE)), "")
+    noun = story.rng.choice((*words.THINGS, *words.FRAGILE))
     story.say(
         "When {x} and {y} went to the {p}, {g} gave {t} to {r}.",
         "When {x} and {y} were {at}, {g} gave {t} to {r}.",
@@ -78,9 +67,7 @@ def pass_a_thing(story: Story) -> None:
         y=second,
         g=giver,
         r=taker,
-        p=story.place,
-        at=story.at,
-        t=words.article(story.rng.choice((thing.noun, story.rng.choice(words.FOODS)))),
+        t=words.article(story.rng.choice((noun, story.rng.choice(words.FOODS)))),
     )
 
 
@@ -94,8 +81,6 @@ def weather(story: Story) -> None:
         "The leaves were falling from the trees.",
         "There were many people {at} that day.",
         "Nobody else was {at} that day.",
-        p=story.place,
-        at=story.at,
     )
 
 
@@ -108,18 +93,13 @@ def play(story: Story) -> None:
         "{b} sang a song, and {a} danced to it.",
         "They watched the clouds and gave them names.",
         "They shared {f} for lunch.",
-        a=story.hero,
-        b=story.friend,
         f=words.article(story.rng.choice(words.FOODS)),
     )
 
 
 def close_story(story: Story) -> None:
     """End the story: who went home, and what the heroes thought of the day."""
-    a, b = story.hero, story.friend
-    story.perhaps(
-        "{a} and {b} laughed together.", "{a} smiled at {b}, and {b} smiled back.", "They hugged each other.", a=a, b=b
-    )
+    story.perhaps("{a} and {b} laughed together.", "{a} smiled at {b}, and {b} smiled back.", "They hugged each other.")
     story.say(
         "At the end of the day, {a} and {b} walked home together.",
         "When the sun went down, {a} and {b} went home.",
@@ -129,11 +109,9 @@ def close_story(story: Story) -> None:
         "{a} never forgot that day.",
         "It had been a good day for {a} and {b}.",
         "{a} and {b} lived happily ever after.",
-        a=a,
-        b=b,
     )
     if story.rng.random() < 0.2:
-        story.feel(a, HAPPY, "{b} was such a good friend", b=b)
+        story.feel(story.hero, HAPPY, "{b} was such a good friend")
 
 
 def turn(story: Story) -> None:
@@ -145,7 +123,4 @@ def turn(story: Story) -> None:
         "After a while, they sat down to rest.",
         "Then {a} stopped and looked at {b}.",
         "A little later, {a} and {b} were alone {at}.",
-        a=story.hero,
-        b=story.friend,
-        at=story.at,
     )

@@ -1,10 +1,12 @@
 """A story in the making: the cast, the world, and the sentences so far. It knows no plot.
 
-Sentences are forms with roles: `{a}` is a name, `{a.he}` a pronoun, `{t}` "the red ball" and `{t.a}` "a red ball".
+Sentences are forms with roles: `{a}` is a name, `{a.he}` a pronoun, `{t}` "the red ball" and `{t.a}` "a red ball". In
+every form, `{a}`, `{b}` and `{c}` are the children, `{p}` is the place, and `{at}` the place with its preposition.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from string import Formatter
 
 from model.training.stories import words
 from model.training.stories.world import Being, Thing, World, female, male
@@ -14,7 +16,10 @@ SAD = ("sad", "upset", "unhappy")
 
 
 class Story:
-    """`hero`, `friend` and `third` are children. All choices are drawn from `rng`."""
+    """`hero`, `friend` and `third` are children. All choices are drawn from `rng`.
+
+    `roles` are those of the present plot, besides the roles that every form may have.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -26,6 +31,7 @@ class Story:
         species = rng.choice(words.ANIMALS)
         self.animal = make(f"the {rng.choice(('little', 'small', 'young', 'old'))} {species}", species)
         self.place = rng.choice(list(words.PLACES))
+        self.roles: Mapping[str, object] = {}
         self._nouns: set[str] = set()
 
     @property
@@ -52,11 +58,18 @@ class Story:
     def paragraph(self) -> None:
         self.paragraphs.append([])
 
-    def say(self, *forms: str, **roles: object) -> None:
-        """Add one of the forms. Everybody in it must be part of the story already."""
-        for role in roles.values():
+    def _fill(self, form: str, roles: Mapping[str, object]) -> str:
+        """The form with its roles. Everybody in it must be part of the story already."""
+        own = {"a": self.hero, "b": self.friend, "c": self.third, "p": self.place, "at": self.at}
+        known = {**own, **self.roles, **roles}
+        for _, field, _, _ in Formatter().parse(form):
+            role = known[field.split(".")[0]] if field else None
             assert not isinstance(role, Being) or role in self.world.known, f"{role} was not introduced"
-        sentence = self.rng.choice(forms).format(**roles)
+        return form.format(**known)
+
+    def say(self, *forms: str, **roles: object) -> None:
+        """Add one of the forms."""
+        sentence = self._fill(self.rng.choice(forms), roles)
         self.paragraphs[-1].append(sentence[0].upper() + sentence[1:])
 
     def perhaps(self, *forms: str, **roles: object) -> None:
@@ -66,7 +79,7 @@ class Story:
 
     def speak(self, speaker: Being, *lines: str, **roles: object) -> None:
         """Let somebody say one of the lines."""
-        line = self.rng.choice(lines).format(**roles)
+        line = self._fill(self.rng.choice(lines), roles)
         line = line[0].upper() + line[1:]
         verb = (
             "asked"
@@ -83,8 +96,7 @@ class Story:
 
     def feel(self, being: Being, feelings: Sequence[str], cause: str, **roles: object) -> None:
         """Say how somebody feels, and why. `cause` is a clause."""
-        feeling, reason = self.rng.choice(feelings), cause.format(**roles)
-        self.world.feel(being, feeling, reason)
+        feeling, reason = self.rng.choice(feelings), self._fill(cause, roles)
         self.say(
             "{a} was {f} because {c}.",
             "{a} felt {f}, because {c}.",

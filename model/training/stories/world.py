@@ -1,4 +1,4 @@
-"""The state of a story: people, animals and things, who holds each thing, who knows a fact, and who feels what.
+"""The state of a story: people, animals and things, and who holds each thing.
 
 An action that the state forbids, such as giving away a thing that one does not hold, raises `AssertionError`.
 """
@@ -65,8 +65,6 @@ class World:
     known: set[Being] = field(default_factory=set)
     holders: dict[Thing, Being] = field(default_factory=dict)
     spots: dict[Thing, str] = field(default_factory=dict)
-    facts: dict[str, set[Being]] = field(default_factory=dict)
-    feelings: dict[Being, tuple[str, str]] = field(default_factory=dict)
 
     def meet(self, being: Being) -> None:
         assert being not in self.known, f"{being} is already part of the story"
@@ -92,14 +90,3 @@ class World:
         spot = self.spots.pop(thing)
         self.take(being, thing)
         return spot
-
-    def learn(self, being: Being, fact: str) -> None:
-        assert being in self.known
-        self.facts.setdefault(fact, set()).add(being)
-
-    def knows(self, being: Being, fact: str) -> bool:
-        return being in self.facts.get(fact, set())
-
-    def feel(self, being: Being, feeling: str, cause: str) -> None:
-        assert being in self.known
-        self.feelings[being] = (feeling, cause)
