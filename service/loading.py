@@ -40,7 +40,6 @@ from service.state import State
 from service.stored_prefixes import StoredPrefixes
 
 logger = logging.getLogger(__name__)
-# Two words: the CPU time per period ("max": no limit) and the length of the period, both in microseconds.
 POPULATE_PAUSE_SECONDS = 0.1
 # Prompt tokens that fit into a step beside `max_num_seqs` sequences with one token each.
 CPU_PROMPT_TOKENS, CUDA_PROMPT_TOKENS = 512, 2048

@@ -147,7 +147,7 @@ def _increase(value: str | float | None) -> float | None:
 
 
 class Settings(BaseSettings):
-    """A see-through inference server for checkpoints of the GPT-2 and Llama families."""
+    """A see-through inference server for decoder-only transformers."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
