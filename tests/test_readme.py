@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
@@ -398,7 +399,7 @@ def settings_table() -> str:
 
 def metrics_table(service: Running) -> str:
     rows = []
-    for metric in service.state.metrics.registry.collect():
+    for metric in text_string_to_metric_families(service.state.metrics.text().decode()):
         if metric.name.startswith("forwardscope_"):
             name = metric.name + ("_total" if metric.type == "counter" else "")
             rows.append(f"| `{name}` | {metric.type} | {metric.documentation} |\n")
