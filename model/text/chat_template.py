@@ -9,7 +9,7 @@ ids equal those of transformers' `apply_chat_template`.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jinja2
 from jinja2 import meta, nodes
@@ -44,6 +44,18 @@ Message = Mapping[str, Any]
 `name`, `tool_calls`, `tool_call_id` and `reasoning_content`. `function.arguments` of a tool call is an object, not the
 JSON text of the protocol: parse the text first. Fields that are None are left out. The caller checks roles and types.
 """
+
+
+class PromptOptions(TypedDict, total=False):
+    """How a prompt is written: `ChatTemplate.encode` describes each option."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    documents: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    name: str | None
+    variables: Mapping[str, Any] | None
+    allow_special_tokens: bool
 
 
 class InvalidTemplate(ValueError):
@@ -151,7 +163,7 @@ class ChatTemplate:
         """
         own = [{**message, "role": standard_role(message.get("role"))} for message in messages]
         if any(message["role"] == "system" for message in own):
-            if not self._has_system_role:
+            if not self._reads_system_in(("system", "user")):
                 own = without_system_role(own)
             elif any(message["role"] == "system" for message in own[1:]):
                 own = self._with_read_system_messages(own)
@@ -169,7 +181,10 @@ class ChatTemplate:
         return [*head, *rest]
 
     def _reads_system_in(self, roles: tuple[str, ...]) -> bool:
-        """Whether a prompt has the texts of all system messages of a conversation with these roles."""
+        """Whether a prompt has the texts of all messages of a conversation with these roles, some of them "system".
+
+        Some templates refuse system messages, and others drop them.
+        """
         if roles not in self._system_places:
             forms = self._choose(None, with_tools=False).forms
             contents = [f"{FIRST}{place}" for place in range(len(roles))]
@@ -183,32 +198,12 @@ class ChatTemplate:
             self._system_places[roles] = all(content in text for content in contents)
         return self._system_places[roles]
 
-    @cached_property
-    def _has_system_role(self) -> bool:
-        """Whether the prompt has the text of a system message. Some templates refuse it, and others drop it."""
-        messages = [{"role": "system", "content": FIRST}, {"role": "user", "content": SECOND}]
-        forms = self._choose(None, with_tools=False).forms
-        try:
-            return FIRST in self.render([forms.message(message) for message in messages], add_generation_prompt=True)
-        except InvalidField:
-            return False
-
-    def render(self, messages: Sequence[Message], **options: Any) -> str:
+    def render(self, messages: Sequence[Message], **options: Unpack[PromptOptions]) -> str:
         """The prompt as text, for people to read. The arguments are those of `encode`."""
         return self._names.show(self._render(messages, **options))
 
     def encode(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-        name: str | None = None,
-        variables: Mapping[str, Any] | None = None,
-        allow_special_tokens: bool = False,
-        max_tokens: int | None = None,
+        self, messages: Sequence[Message], *, max_tokens: int | None = None, **options: Unpack[PromptOptions]
     ) -> list[int]:
         """The token ids of the prompt.
 
@@ -223,18 +218,10 @@ class ChatTemplate:
         Raises `InvalidField`. Its field is "messages" if the template refuses them, or takes too much time or memory.
         Raises `TooManyTokens` for a prompt that is clearly too long for `max_tokens`.
         """
-        text = self._render(
-            messages,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            name=name,
-            variables=variables,
-            allow_special_tokens=allow_special_tokens,
-        )
+        text = self._render(messages, **options)
+        are_allowed = options.get("allow_special_tokens", False)
         # The template writes a begin-of-sequence token itself, if the model needs one.
-        if not allow_special_tokens and not (self._only_literal_matches and self._names.are_the_only_ones(text)):
+        if not are_allowed and not (self._only_literal_matches and self._names.are_the_only_ones(text)):
             return self._renamed.encode(text, add_special_tokens=False, max_tokens=max_tokens)
         return self._tokenizer.encode(self._names.show(text), add_special_tokens=False, max_tokens=max_tokens)
 
