@@ -14,7 +14,7 @@ from model.errors import shortened
 from model.text.grammar.contains import Search
 from model.text.grammar.limits import InvalidGrammar
 from model.text.grammar.options import OptionReader
-from model.text.grammar.rules import ArrayOption, ObjectOption, Option, RuleTable, SearchOption, TextOption
+from model.text.grammar.rules import ArrayOption, ObjectOption, Option, RuleTable, TextOption
 from model.text.grammar.schema import SchemaReader
 
 MAX_RULES = 4000
@@ -105,8 +105,8 @@ class RuleWriter:
             return self._terminal(option.expression) if option.is_terminal else option.expression
         if isinstance(option, ArrayOption):
             return f"JSON_BEGIN {self._elements(option)} JSON_END"
-        if isinstance(option, SearchOption):
-            return f"JSON_BEGIN {self._found_elements(option.search)} JSON_END"
+        if isinstance(option, Search):
+            return f"JSON_BEGIN {self._found_elements(option)} JSON_END"
         is_set = any(rule < 0 for _, rule, _ in option.members)
         begin, end = ("JSON_BEGIN", "JSON_END") if is_set else ("JSON_OPEN", "JSON_CLOSE")
         return f"{begin} {self._members(option)} {end}"
@@ -118,13 +118,7 @@ class RuleWriter:
             high = min(high, start)
         text = ""
         if high > start:
-            rest = f"{self._prefix}{array.rest}"
-            least, most = max(low - start, 0), high - start
-            if start:
-                text = _repeated(f"JSON_COMMA {rest}", least, most)
-            else:
-                text = f"{rest} {_repeated(f'JSON_COMMA {rest}', max(least - 1, 0), most - 1)}"
-                text = text if least else f"({text})?"
+            text = _separated(f"{self._prefix}{array.rest}", max(low - start, 0), high - start, is_begun=start > 0)
         for index in reversed(range(start)):
             rule = array.prefix[index]
             if index >= high or (index >= low and not self._table.rules[rule].can_end):
@@ -216,11 +210,7 @@ class RuleWriter:
         if index == len(members):
             if not extra or count >= high:
                 return '""'
-            least, most = max(low - count, 0), high - count
-            if count:
-                return _repeated(f"JSON_COMMA {extra}", least, most)
-            text = f"{extra} {_repeated(f'JSON_COMMA {extra}', max(least - 1, 0), most - 1)}"
-            return text if least else f"({text})?"
+            return _separated(extra, max(low - count, 0), high - count, is_begun=count > 0)
         if count == cap and high == math.inf:  # counts do not matter any more
             last = min(index + (1 if index % CHUNK else CHUNK), len(members))
             parts = [
@@ -232,6 +222,14 @@ class RuleWriter:
         if not is_required and (following := rule(index + 1, count)) is not None:
             options.append(following)
         return " | ".join(options)
+
+
+def _separated(text: str, least: int, most: float, *, is_begun: bool) -> str:
+    """At least and at most so many parts with commas between them, and before them if others come first."""
+    if is_begun:
+        return _repeated(f"JSON_COMMA {text}", least, most)
+    parts = f"{text} {_repeated(f'JSON_COMMA {text}', max(least - 1, 0), most - 1)}"
+    return parts if least else f"({parts})?"
 
 
 def _repeated(text: str, least: int, most: float) -> str:

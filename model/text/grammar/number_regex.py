@@ -44,17 +44,14 @@ def number_regex(low: Bound | None, high: Bound | None, *, is_integer: bool, max
         )
     parts = []
     for sign, least, most in options:
-        if most is not None and (least.value > most.value or (least.value == most.value and _excludes(least, most))):
+        is_strict = most is not None and (least.is_strict or most.is_strict)
+        if most is not None and (least.value > most.value or (least.value == most.value and is_strict)):
             continue
         conditions = [f"/(0|[1-9][0-9]*){places}/", f"/[0-9.]{{1,{length}}}/", f"/{_at_least(least)}/"]
         if most is not None:
             conditions.append(f"/{_at_most(most)}/")
         parts.append(f'("{sign}" ({" & ".join(conditions)}))' if sign else f"({' & '.join(conditions)})")
     return " | ".join(parts)
-
-
-def _excludes(least: Bound, most: Bound) -> bool:
-    return least.is_strict or most.is_strict
 
 
 def _integer_bound(bound: Bound | None, step: int) -> Bound | None:

@@ -12,8 +12,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
-from fractions import Fraction
 from functools import cache
 from itertools import combinations, product
 from typing import Any
@@ -22,7 +20,8 @@ from urllib.parse import unquote
 from model.errors import shortened
 from model.text.grammar.formats import FORMATS
 from model.text.grammar.limits import InvalidGrammar
-from model.text.grammar.negation import TYPES, negated
+from model.text.grammar.negation import TYPES, negated, type_of
+from model.text.grammar.number_keywords import within
 
 Schema = Mapping[str, Any] | bool
 Way = tuple[Mapping[str, Any], ...]
@@ -317,9 +316,7 @@ class SchemaReader:
         return all(self._accepts_plain(value, plain) for plain in way)
 
     def _accepts_plain(self, value: Any, plain: Mapping[str, Any]) -> bool:
-        kind = type_of(value)
-        types = plain.get("type", TYPES)
-        types = [types] if isinstance(types, str) else types
+        kind, types = type_of(value), asked_types(plain)
         if kind not in types and not (kind == "number" and "integer" in types and value % 1 == 0):
             return False
         if "const" in plain and not _equal(value, plain["const"]):
@@ -376,20 +373,24 @@ def check_plain(plain: Mapping[str, Any]) -> None:
                 json.dumps(value, allow_nan=False)
         except ValueError:
             raise InvalidGrammar(f"the keyword {keyword} has a number that is not finite") from None
-    types = plain.get("type", ())
-    for name in [types] if isinstance(types, str) else types:
+    for name in asked_types(plain):
         if name not in (*TYPES, "integer"):
             raise InvalidGrammar(f"{shortened(name)} is not a type; there are {', '.join(TYPES)} and integer")
     if not all(isinstance(name, str) for name in plain.get("required", ())):
         raise InvalidGrammar("the keyword required must list the names of properties")
 
 
+def asked_types(plain: Mapping[str, Any]) -> Sequence[str]:
+    """The types that a schema allows, as it writes them."""
+    types: str | Sequence[str] = plain.get("type", TYPES)
+    return [types] if isinstance(types, str) else types
+
+
 def types_of(way: Way) -> list[str]:
     """The types that a value may have, as in `TYPES`: an integer is a number."""
     types = list(TYPES)
     for plain in way:
-        asked = plain.get("type", TYPES)
-        asked = {"number" if name == "integer" else name for name in ([asked] if isinstance(asked, str) else asked)}
+        asked = {"number" if name == "integer" else name for name in asked_types(plain)}
         types = [name for name in types if name in asked]
     return types
 
@@ -433,39 +434,7 @@ def contains_limits(plain: Mapping[str, Any]) -> tuple[int, float]:
 
 def is_integer(way: Way) -> bool:
     """Whether a number must be an integer."""
-    asked = [plain["type"] for plain in way if "type" in plain]
-    return any("number" not in ([each] if isinstance(each, str) else each) for each in asked)
-
-
-def within(plain: Mapping[str, Any], value: float) -> bool:
-    """Whether a number satisfies the keywords for numbers."""
-    low, high = plain.get("minimum", -math.inf), plain.get("maximum", math.inf)
-    above, below = plain.get("exclusiveMinimum", -math.inf), plain.get("exclusiveMaximum", math.inf)
-    if isinstance(above, bool):  # as in draft 4
-        above = low if above else -math.inf
-    if isinstance(below, bool):
-        below = high if below else math.inf
-    divisor = plain.get("multipleOf")
-    number = exact(value)
-    return (
-        (low == -math.inf or exact(low) <= number)
-        and (high == math.inf or number <= exact(high))
-        and (above == -math.inf or exact(above) < number)
-        and (below == math.inf or number < exact(below))
-        and (not divisor or number % exact(divisor) == 0)
-    )
-
-
-def exact(number: float) -> Fraction:
-    """The value of a number as the schema writes it, without the rounding of binary numbers."""
-    return Fraction(Decimal(str(number)))
-
-
-def type_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    kinds = {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
-    return kinds.get(type(value), "object")
+    return any("number" not in asked_types(plain) for plain in way)
 
 
 @cache
