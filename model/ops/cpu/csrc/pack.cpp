@@ -295,26 +295,16 @@ void quantize_with_minimums(const QuantizeWeightArguments<From, To>& args, long 
     });
 }
 
-template <class From, class To>
-void quantize_q4_1(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks) {
-    quantize_with_minimums<4>(args, task, num_tasks);
-}
-
-template <class From, class To>
-void quantize_q5_1(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks) {
-    quantize_with_minimums<5>(args, task, num_tasks);
-}
-
 }  // namespace
 
 EXPORT_CONSTANT(WIDTH)
 EXPORT_CONSTANT(GROUP)
 
-#define KERNELS(From, from, To, to)                                     \
-    KERNEL(pack_##from##_##to, pack_##to<From>)                         \
-    KERNEL(quantize_q8_0_##from##_##to, quantize_q8_0<From, To>)        \
-    KERNEL(quantize_q5_1_##from##_##to, quantize_q5_1<From, To>)        \
-    KERNEL(quantize_q4_1_##from##_##to, quantize_q4_1<From, To>)
+#define KERNELS(From, from, To, to)                                           \
+    KERNEL(pack_##from##_##to, pack_##to<From>)                               \
+    KERNEL(quantize_q8_0_##from##_##to, quantize_q8_0<From, To>)              \
+    KERNEL(quantize_q5_1_##from##_##to, quantize_with_minimums<5, From, To>) \
+    KERNEL(quantize_q4_1_##from##_##to, quantize_with_minimums<4, From, To>)
 
 KERNELS(float, float32, float, float32)
 KERNELS(BFloat16, bfloat16, float, float32)
