@@ -7,7 +7,7 @@ Strings, and multiples of a number, are left to llguidance's own reader of schem
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from model.errors import shortened
@@ -140,12 +140,8 @@ class RuleWriter:
             self._lines.append(f"{names[state]}: {' | '.join(options)}")
         return names[search.start]
 
-    def _members(self, option: ObjectOption) -> str:
-        """The members of an object: first those with a name, each at most once, then any number of others.
-
-        The rule `{name}_{i}_{n}` stands for the members from number i on, after n others. Counts from the highest one
-        that matters are the same.
-        """
+    def _member_texts(self, option: ObjectOption) -> tuple[list[tuple[str, bool]], str]:
+        """Each member with a name, and whether it is required; and any other member, empty if there is none."""
         members = [
             (f"{key} JSON_COLON {self._prefix}{rule}" if rule >= 0 else key, is_required)
             for key, rule, is_required in option.members
@@ -162,8 +158,17 @@ class RuleWriter:
             if self._table.is_possible(rule)
         ]
         self.has_other_keys |= bool(extras)
+        return members, f"({' | '.join(extras)})" if extras else ""
+
+    def _members(self, option: ObjectOption) -> str:
+        """The members of an object: first those with a name, each at most once, then any number of others.
+
+        The rule `{name}_{i}_{n}` stands for the members from number i on, after n others. Counts from the highest one
+        that matters are the same.
+        """
+        members, extra = self._member_texts(option)
         low, high = option.low, option.high
-        if high >= len(members) and not extras:
+        if high >= len(members) and not extra:
             high = math.inf
         num_required = sum(is_required for _, is_required in members)
         if low <= num_required:
@@ -172,7 +177,6 @@ class RuleWriter:
         if len(members) * cap > MAX_MEMBERS:
             raise InvalidGrammar("is too complex: minProperties and maxProperties of an object with many properties")
         needed = [sum(is_required for _, is_required in members[index:]) for index in range(len(members) + 1)]
-        extra = f"({' | '.join(extras)})" if extras else ""
         name = self._new_name()
         done: dict[tuple[int, int], str] = {}
         waiting: list[tuple[int, int]] = []
@@ -187,41 +191,31 @@ class RuleWriter:
                 waiting.append((index, count))
             return done[index, count]
 
+        def step(index: int, count: int) -> str:
+            """The text of the rule for the members from number `index` on, after `count` members."""
+            comma = "JSON_COMMA " if count else ""
+            if index == len(members):
+                if not extra or count >= high:
+                    return '""'
+                return _separated(extra, max(low - count, 0), high - count, is_begun=count > 0)
+            if count == cap and high == math.inf:  # counts do not matter any more
+                last = min(index + (1 if index % CHUNK else CHUNK), len(members))
+                parts = [
+                    f"{comma}{text}" if is_required else f"({comma}{text})?"
+                    for text, is_required in members[index:last]
+                ]
+                return " ".join([*parts, rule(last, count) or ""])
+            text, is_required = members[index]
+            options = [f"{comma}{text} {following}"] if (following := rule(index + 1, count + 1)) is not None else []
+            if not is_required and (following := rule(index + 1, count)) is not None:
+                options.append(following)
+            return " | ".join(options)
+
         first = rule(0, 0)
         while waiting:
             index, count = waiting.pop()
-            self._lines.append(
-                f"{done[index, count]}: {self._step(members, extra, index, count, (low, high, cap), rule)}"
-            )
+            self._lines.append(f"{done[index, count]}: {step(index, count)}")
         return first or ""
-
-    def _step(
-        self,
-        members: Sequence[tuple[str, bool]],
-        extra: str,
-        index: int,
-        count: int,
-        limits: tuple[int, float, int],
-        rule: Callable[[int, int], str | None],
-    ) -> str:
-        """The text of the rule for the members from number `index` on, after `count` members."""
-        low, high, cap = limits
-        comma = "JSON_COMMA " if count else ""
-        if index == len(members):
-            if not extra or count >= high:
-                return '""'
-            return _separated(extra, max(low - count, 0), high - count, is_begun=count > 0)
-        if count == cap and high == math.inf:  # counts do not matter any more
-            last = min(index + (1 if index % CHUNK else CHUNK), len(members))
-            parts = [
-                f"{comma}{text}" if is_required else f"({comma}{text})?" for text, is_required in members[index:last]
-            ]
-            return " ".join([*parts, rule(last, count) or ""])
-        text, is_required = members[index]
-        options = [f"{comma}{text} {following}"] if (following := rule(index + 1, count + 1)) is not None else []
-        if not is_required and (following := rule(index + 1, count)) is not None:
-            options.append(following)
-        return " | ".join(options)
 
 
 def _separated(text: str, least: int, most: float, *, is_begun: bool) -> str:

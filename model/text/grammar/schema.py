@@ -117,15 +117,16 @@ class SchemaReader:
             elif keyword == "$ref":
                 ways = self._combined(ways, self._ways_of(self._resolve(value)))
             elif keyword in ("allOf", "anyOf", "oneOf"):
-                schemas = _nonempty_list(keyword, value)
-                options = [self._ways_of(each) for each in schemas]
+                if not isinstance(value, list) or not value:
+                    raise InvalidGrammar(f"the keyword {keyword} must be a list of schemas")
+                options = [self._ways_of(each) for each in value]
                 if keyword == "allOf":
                     for option in options:
                         ways = self._combined(ways, option)
                 elif keyword == "anyOf":
                     ways = self._combined(ways, [way for option in options for way in option])
                 else:
-                    ways = self._combined(ways, self._exclusive(schemas, options))
+                    ways = self._combined(ways, self._exclusive(value, options))
             elif keyword == "not":
                 ways = self._combined(ways, self._violations(value))
             elif keyword == "if" and not all(schema.get(name, True) in (True, {}) for name in ("then", "else")):
@@ -133,7 +134,9 @@ class SchemaReader:
                     ways, self._conditional(value, schema.get("then", True), schema.get("else", True))
                 )
             elif keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
-                for name, needed in _mapping(keyword, value).items():
+                if not isinstance(value, Mapping):
+                    raise InvalidGrammar(f"the keyword {keyword} must be an object")
+                for name, needed in value.items():
                     then = {"required": [name, *needed]} if isinstance(needed, list) else needed
                     present = self._combined([({"required": [name]},)], self._ways_of(then))
                     ways = self._combined(ways, [({"properties": {name: False}},), *present])
@@ -481,18 +484,6 @@ def _have_value(all_values: Iterable["_Values"]) -> bool:
         if values.allowed is not None:
             allowed = values.allowed if allowed is None else allowed & values.allowed
     return bool(types) if allowed is None else any(kind in types for kind, _ in allowed - excluded)
-
-
-def _nonempty_list(keyword: str, value: Any) -> list[Any]:
-    if not isinstance(value, list) or not value:
-        raise InvalidGrammar(f"the keyword {keyword} must be a list of schemas")
-    return value
-
-
-def _mapping(keyword: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise InvalidGrammar(f"the keyword {keyword} must be an object")
-    return value
 
 
 def _seal_properties(way: Way, rest: Schema) -> Way:
