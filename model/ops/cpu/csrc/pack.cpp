@@ -37,11 +37,9 @@ struct Source<Float16> {
     }
 };
 
-// The upper half of each number, rounded to nearest, ties to even. Unlike the instruction of AVX512-BF16, this keeps
-// subnormal numbers, as PyTorch does. NaN stays NaN.
+// Unlike the instruction of AVX512-BF16, this keeps subnormal numbers, as PyTorch does. Any NaN stays NaN.
 inline Integers round_to_bfloat16(Floats a) {
-    const Integers bits = as_bits(a), is_odd = bits >> 16 & broadcast_integer(1);
-    return select(is_nan(a), broadcast_integer(0x7fc0), (bits + is_odd + broadcast_integer(0x7fff)) >> 16);
+    return select(is_nan(a), broadcast_integer(0x7fc0), to_bfloat16(a));
 }
 
 // The rows of a tile of 16 outputs, of which `num_rows` exist. `From` is the dtype of the checkpoint, `To` that of the

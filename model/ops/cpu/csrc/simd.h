@@ -97,6 +97,13 @@ inline Floats times_power_of_two(Floats a, Floats n) {  // |n| < 200. Two factor
 }
 #endif
 
+// The upper half of each number, rounded to nearest, ties to even. NaN stays NaN if its lower 16 bits are 0, as if the
+// processor made it or it was widened from bfloat16: then the addition cannot carry into its upper half.
+inline Integers to_bfloat16(Floats a) {
+    const Integers bits = as_bits(a), is_odd = bits >> 16 & broadcast_integer(1);
+    return (bits + is_odd + broadcast_integer(0x7fff)) >> 16;
+}
+
 #ifdef __AVX512BF16__
 inline void store(BFloat16* to, Floats a) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(a)); }
 inline void store(BFloat16* to, Floats a, Mask mask) {
@@ -104,13 +111,6 @@ inline void store(BFloat16* to, Floats a, Mask mask) {
     _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(a));
 }
 #else
-// Rounds to nearest, ties to even. NaN stays NaN: here its lower 16 bits are 0, because the processor made it or it was
-// widened from bfloat16, so that the addition cannot carry into its upper half.
-inline Integers to_bfloat16(Floats a) {
-    const Integers bits = as_bits(a), is_odd = bits >> 16 & broadcast_integer(1);
-    return (bits + is_odd + broadcast_integer(0x7fff)) >> 16;
-}
-
 inline void store(BFloat16* to, Floats a) { store_uint16(to, to_bfloat16(a)); }
 inline void store(BFloat16* to, Floats a, Mask mask) { store_uint16(to, to_bfloat16(a), mask); }
 #endif
