@@ -462,7 +462,7 @@ class LocalModel(Batches):
         """The network with one of its adapters, or with none."""
         own_adapter, network = self._find_adapter(adapter), self.checkpoint.model
         if self._has_grad:
-            own_adapter, network = self._float_network.adapter(adapter), self._float_network.get()
+            own_adapter, network = self._float_network.adapter(adapter), self._float_network.copy
         return AdaptedNetwork(network, own_adapter) if self.checkpoint.adapters else network
 
     def _find_adapter(self, name: str | None) -> Adapter | None:

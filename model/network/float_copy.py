@@ -6,6 +6,7 @@ scales. It differs from the served network only in the precision of its arithmet
 
 import logging
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,6 @@ class FloatNetwork:
         self.dtype = dtype
         self._served = served
         self._served_adapters = adapters
-        self._copy: Transformer | None = None
         self._adapters: dict[str, Adapter] = {}
 
     @property
@@ -99,17 +99,11 @@ class FloatNetwork:
         """A bound of the memory that the copy of the network takes."""
         return copy_bytes(self._served.config, self.dtype)
 
-    @property
-    def is_copied(self) -> bool:
-        """Whether the copy has been made."""
-        return self._copy is not None
-
-    def get(self) -> Transformer:
+    @cached_property
+    def copy(self) -> Transformer:
         """The copy of the network."""
-        if self._copy is None:
-            logger.info("copying the network to %s for gradients", str(self.dtype).removeprefix("torch."))
-            self._copy = float_copy(self._served, self.dtype)
-        return self._copy
+        logger.info("copying the network to %s for gradients", str(self.dtype).removeprefix("torch."))
+        return float_copy(self._served, self.dtype)
 
     def adapter(self, name: str | None) -> Adapter | None:
         """The copy of an adapter; None for no adapter."""

@@ -37,6 +37,7 @@ from model.ops.interface import NormRule
 from model.ops.stored_weights import StackedRows, Weight, whole_weight
 from model.ops.torch_ops import TORCH, TorchNetworkOps
 from model.progress import Progress
+from model.tracing.stages import sizes_of
 
 ROW_WISE = ("attn.out", "down")
 
@@ -57,16 +58,10 @@ class Shard:
 
     def __init__(self, config: ModelConfig, rank: int, size: int) -> None:
         self.full_config, self.rank, self.size = config, rank, size
-        _require_divisible(config, "num_heads", size)
-        if config.num_kv_heads % size and size % config.num_kv_heads:
-            raise InvalidField(
-                "tensor_parallel",
-                f"{size} ranks and {config.num_kv_heads} key-value heads (num_kv_heads): one number must divide the "
-                f"other; take one of {_counts(config)} ranks",
-            )
+        if (obstacle := _obstacle(config, size)) is not None:
+            counts = [str(each) for each in range(1, config.num_heads + 1) if _obstacle(config, each) is None]
+            raise InvalidField("tensor_parallel", f"{obstacle}; take one of {', '.join(counts)} ranks")
         self.num_copies = max(1, size // config.num_kv_heads)  # ranks that have the same key-value head
-        for field in _hidden_sizes(config):
-            _require_divisible(config, field, size)
         self.rank_config = replace(
             config,
             num_heads=config.num_heads // size,
@@ -75,44 +70,42 @@ class Shard:
             d_expert=config.d_expert // size,
         )
         """The config of the shard: fewer heads and hidden neurons; all other fields are those of the full network."""
+        self._sizes = sizes_of(self.rank_config, num_positions=1)
 
     def first(self, dim: str) -> int:
         """The index of this rank's first head, key-value head or neuron among those of the full network.
 
         `dim` is the name of the dim in a stage.
         """
-        own = self.rank_config
-        return {
-            "head": self.rank * own.num_heads,
-            "kv_head": self.rank // self.num_copies * own.num_kv_heads,
-            "d_mlp": self.rank * own.d_mlp,
-            "d_q": self.rank * own.num_heads * own.d_head,
-            "d_k": self.rank // self.num_copies * own.num_kv_heads * own.d_head,
-        }[dim]
+        num_copies = self.num_copies if dim in ("kv_head", "d_k") else 1
+        return self.rank // num_copies * self._sizes[dim]
+
+    def _own(self, dim: str, offset: int = 0) -> slice:
+        """This rank's part of a dim that begins at an offset."""
+        first = offset + self.first(dim)
+        return slice(first, first + self._sizes[dim])
 
     def division(self, name: str) -> Division | None:
         """Find the part of a parameter that this rank has; None: the whole parameter."""
         full, own = self.full_config, self.rank_config
-        q = _range(self.first("d_q"), own.num_heads * own.d_head)
-        k = _range(self.first("d_k"), own.num_kv_heads * own.d_head)
         _, _, in_block = name.rpartition("blocks.")
         _, _, in_block = in_block.partition(".")
         match in_block.split("."):
             case ["attn", "qkv", _]:
                 first_k = full.num_heads * full.d_head
                 first_v = first_k + full.num_kv_heads * full.d_head
-                return Division(0, (q, _moved(k, first_k), _moved(k, first_v)))
+                return Division(0, (self._own("d_q"), self._own("d_k", first_k), self._own("d_k", first_v)))
             case ["attn", "out", "weight"]:
-                return Division(1, (q,))
+                return Division(1, (self._own("d_q"),))
             case ["attn", "q_norm" | "k_norm" as norm, _] if full.qk_norm != "head":
-                own_range = q if norm == "q_norm" else k
-                by_head = slice(own_range.start // own.d_head, own_range.stop // own.d_head)
-                return Division(0, (own_range if full.qk_norm == "projection" else by_head,))
+                dims = ("d_q", "d_k") if full.qk_norm == "projection" else ("head", "kv_head")
+                return Division(0, (self._own(dims[norm == "k_norm"]),))
             case ["mlp", *parts, "up" | "down" as layer, kind]:
                 size, own_size = (full.d_expert, own.d_expert) if parts else (full.d_mlp, own.d_mlp)
-                neurons = _range(self.rank * own_size, own_size)
+                first = self.rank * own_size
+                neurons, others = (slice(start, start + own_size) for start in (first, size + first))
                 if layer == "up":
-                    return Division(0, (neurons, _moved(neurons, size)) if full.gated else (neurons,))
+                    return Division(0, (neurons, others) if full.gated else (neurons,))
                 return Division(1, (neurons,)) if kind == "weight" else None
         return None
 
@@ -231,35 +224,15 @@ def _rows(parts: Sequence[Tensor], ranges: Sequence[slice]) -> list[Tensor]:
     return found
 
 
-def _range(first: int, length: int) -> slice:
-    return slice(first, first + length)
-
-
-def _moved(rows: slice, by: int) -> slice:
-    return slice(rows.start + by, rows.stop + by)
-
-
-def _hidden_sizes(config: ModelConfig) -> list[str]:
-    """The config fields with the numbers of hidden neurons, for the kinds of feed-forward networks in use."""
-    kinds = {config.has_experts(layer) for layer in range(config.num_layers)}
-    return [field for field, has_experts in (("d_mlp", False), ("d_expert", True)) if has_experts in kinds]
-
-
-def _require_divisible(config: ModelConfig, field: str, size: int) -> None:
-    number = getattr(config, field)
-    if number % size:
-        raise InvalidField(
-            "tensor_parallel",
-            f"{size} ranks cannot divide {number} ({field}) equally; take one of {_counts(config)} ranks",
-        )
-
-
-def _counts(config: ModelConfig) -> str:
-    """List the numbers of ranks by which a network can be divided, for messages."""
-    found = []
-    for size in range(1, config.num_heads + 1):
-        numbers = [config.num_heads, *(getattr(config, field) for field in _hidden_sizes(config))]
-        divides_keys = config.num_kv_heads % size == 0 or size % config.num_kv_heads == 0
-        if divides_keys and all(number % size == 0 for number in numbers):
-            found.append(str(size))
-    return ", ".join(found)
+def _obstacle(config: ModelConfig, size: int) -> str | None:
+    """Why a network cannot be divided among `size` ranks; None if it can."""
+    if config.num_heads % size:
+        return f"{size} ranks cannot divide {config.num_heads} (num_heads) equally"
+    kv_heads = config.num_kv_heads
+    if kv_heads % size and size % kv_heads:
+        return f"{size} ranks and {kv_heads} key-value heads (num_kv_heads): one number must divide the other"
+    kinds = {config.has_experts(layer) for layer in range(config.num_layers)}  # of feed-forward networks in use
+    for field, has_experts in (("d_mlp", False), ("d_expert", True)):
+        if has_experts in kinds and (number := getattr(config, field)) % size:
+            return f"{size} ranks cannot divide {number} ({field}) equally"
+    return None

@@ -3,9 +3,8 @@
 Dims: N outputs, K inputs, n and k those that are read.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,22 +15,6 @@ from model.ops.cpu.grouped_linear import GroupedLinear
 from model.ops.cpu.packed_linear import PackedLinear
 from model.ops.quantization import QuantizedLinear
 from model.ops.weight_formats import WeightFormat
-
-
-class Matrix(Protocol):
-    """A matrix (N, K) that is read in parts."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def num_columns(self) -> int: ...
-
-    def format_of(self, row: int) -> WeightFormat | None:
-        """The format in which a row is stored; None if it is not quantized."""
-
-    def read(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """The numbers (n, k) in these rows and columns, in `dtype`."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +69,7 @@ class LinearMatrix:
         return num_inputs
 
     def format_of(self, row: int) -> WeightFormat | None:
+        """The format in which a row is stored; None if it is not quantized."""
         if isinstance(self._layer, QuantizedLinear):
             return self._layer.weight_groups.format
         if isinstance(self._layer, GroupedLinear):
@@ -96,6 +80,7 @@ class LinearMatrix:
         return None
 
     def read(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """The numbers (n, k) in these rows and columns, in `dtype`."""
         found = _read_linear(self._layer, rows, columns).to(self._base_dtype)
         if self._added is None:
             return found
@@ -110,6 +95,9 @@ class LinearMatrix:
         return linear_weight(self._added.a).to(self.dtype), linear_weight(self._added.b).to(self.dtype)
 
 
+Matrix = Table | LinearMatrix
+
+
 def _read_linear(layer: nn.Module, rows: Tensor, columns: Tensor) -> Tensor:
     """The numbers (n, k) of any linear layer of a network."""
     if isinstance(layer, PackedLinear | GroupedLinear):
@@ -117,9 +105,6 @@ def _read_linear(layer: nn.Module, rows: Tensor, columns: Tensor) -> Tensor:
     if isinstance(layer, QuantizedLinear):
         weight = layer.weight_groups
         rows, columns = rows.to(weight.integers.device), columns.to(weight.integers.device)
-        factors = None if weight.factors is None else weight.factors[rows]
-        part = replace(weight, integers=weight.integers[rows], scales=weight.scales[rows], factors=factors)
-        return part.dequantize()[:, columns]
+        return weight.map(lambda x: x[rows]).dequantize()[:, columns]
     assert isinstance(layer, nn.Linear), "a network has no other linear layers"
-    device = layer.weight.device
-    return layer.weight.detach()[rows.to(device)[:, None], columns.to(device)]
+    return Table(layer.weight).read(rows, columns)

@@ -16,7 +16,6 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from model.config import QKNorm
 from model.network.adapters import Adapter
 from model.network.experts import Experts
 from model.network.feed_forward import FeedForward
@@ -147,9 +146,6 @@ class WeightViews(Mapping[str, WeightView]):
     def __getitem__(self, name: str) -> WeightView:
         return self._near(name)[name]
 
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name in self._near(name)
-
     def __iter__(self) -> Iterator[str]:
         return (each.name for each in self.views())
 
@@ -174,14 +170,13 @@ class WeightViews(Mapping[str, WeightView]):
 
     def _first_views(self) -> Iterator[WeightView]:
         model = self._model
-        yield view("embed.W_E", Table(model.embed.weight, scale=embedding_factor(model.config, self._dtype)))
+        yield tensor_view("embed.W_E", model.embed.weight, scale=embedding_factor(model.config, self._dtype))
         if model.pos_embed is not None:
-            yield view("pos_embed.W_pos", Table(model.pos_embed.weight))
+            yield tensor_view("pos_embed.W_pos", model.pos_embed.weight)
 
     def _last_views(self) -> Iterator[WeightView]:
         model, config = self._model, self._model.config
-        if model.ln_final is not None:
-            yield from norm_views("ln_final", model.ln_final, ("d_model",))
+        yield from norm_views("ln_final", model.ln_final)
         head = LinearMatrix(model.head, self._dtype)
         shape = (config.d_model, config.vocab_size)
         tied_to = "embed.W_E" if config.tied_head else None
@@ -191,13 +186,10 @@ class WeightViews(Mapping[str, WeightView]):
         block, config = self._model.blocks[layer], self._model.config
         assert isinstance(block, Block)
         place = f"blocks.{layer}"
-        if block.ln1 is not None:
-            yield from norm_views(f"{place}.ln1", block.ln1, ("d_model",))
+        yield from norm_views(f"{place}.ln1", block.ln1)
         yield from self._attention_views(block, f"{place}.attn")
-        if block.ln1_post is not None:
-            yield from norm_views(f"{place}.ln1_post", block.ln1_post, ("d_model",))
-        if block.ln2 is not None:
-            yield from norm_views(f"{place}.ln2", block.ln2, ("d_model",))
+        yield from norm_views(f"{place}.ln1_post", block.ln1_post)
+        yield from norm_views(f"{place}.ln2", block.ln2)
         if isinstance(block.mlp, Experts):
             router = LinearMatrix(block.mlp.router, self._dtype)
             shape = (config.d_model, config.num_experts)
@@ -207,8 +199,7 @@ class WeightViews(Mapping[str, WeightView]):
                 yield from self._mlp_views(expert, f"{place}.mlp.experts.{index}", "d_expert", config.d_expert)
         else:
             yield from self._mlp_views(block.mlp, f"{place}.mlp", "d_mlp", config.d_mlp)
-        if block.ln2_post is not None:
-            yield from norm_views(f"{place}.ln2_post", block.ln2_post, ("d_model",))
+        yield from norm_views(f"{place}.ln2_post", block.ln2_post)
 
     def _attention_views(self, block: Block, place: str) -> Iterator[WeightView]:
         config, attn = self._model.config, block.attn
@@ -220,23 +211,18 @@ class WeightViews(Mapping[str, WeightView]):
             yield WeightView(f"{place}.W_{part}", dims, shape, qkv, row_axes=(0, 2), first_row=first)
             if bias is not None:
                 own = bias[first : first + num_heads * d_head].view(num_heads, d_head)
-                yield vector(f"{place}.b_{part}", own, DIMS[f"b_{part}"])
+                yield tensor_view(f"{place}.b_{part}", own)
             first += num_heads * d_head
-        if attn.q_norm is not None and attn.k_norm is not None:
-            for norm, name, head, whole in (
-                (attn.q_norm, "q_norm", "head", "d_q"),
-                (attn.k_norm, "k_norm", "kv_head", "d_k"),
-            ):
-                norm_dims: dict[QKNorm | None, tuple[str, ...]] = {
-                    "head": ("d_head",),
-                    "each_head": (head, "d_head"),
-                    "projection": (whole,),
-                }
-                yield from norm_views(f"{place}.{name}", norm, norm_dims[config.qk_norm])
+        for norm, name, head, whole in (
+            (attn.q_norm, "q_norm", "head", "d_q"),
+            (attn.k_norm, "k_norm", "kv_head", "d_k"),
+        ):
+            norm_dims = {"head": ("d_head",), "each_head": (head, "d_head"), "projection": (whole,)}
+            yield from norm_views(f"{place}.{name}", norm, norm_dims.get(config.qk_norm or ""))
         out = self._linear(attn.out, f"{place}.out")
         yield WeightView(f"{place}.W_O", DIMS["W_O"], (config.num_heads, d_head, d_model), out, row_axes=(2,))
         if (bias := linear_bias(attn.out)) is not None:
-            yield vector(f"{place}.b_O", bias, DIMS["b_O"])
+            yield tensor_view(f"{place}.b_O", bias)
 
     def _mlp_views(self, mlp: FeedForward, place: str, dim: str, d_mlp: int) -> Iterator[WeightView]:
         d_model = self._model.config.d_model
@@ -245,33 +231,38 @@ class WeightViews(Mapping[str, WeightView]):
             shape, first = (d_model, d_mlp), index * d_mlp
             yield WeightView(f"{place}.W_{part}", ("d_model", dim), shape, up, row_axes=(1,), first_row=first)
             if bias is not None:
-                yield vector(f"{place}.b_{part}", bias[first : first + d_mlp], (dim,))
+                yield tensor_view(f"{place}.b_{part}", bias[first : first + d_mlp], (dim,))
         down = self._linear(mlp.down, f"{place}.down")
         yield WeightView(f"{place}.W_out", (dim, "d_model"), (d_mlp, d_model), down, row_axes=(1,))
         if (bias := linear_bias(mlp.down)) is not None:
-            yield vector(f"{place}.b_out", bias, DIMS["b_out"])
+            yield tensor_view(f"{place}.b_out", bias)
 
     def _linear(self, layer: nn.Module, name: str) -> LinearMatrix:
         """The weight of a layer of a block, with what the adapter adds to it."""
         return LinearMatrix(layer, self._dtype, None if self._adapter is None else self._adapter.layers.get(name))
 
 
-def view(name: str, table: Table) -> WeightView:
-    """A weight with the dims that its name says, whose numbers are stored in their order."""
-    tensor = table.table
-    return WeightView(name, DIMS[name.rpartition(".")[2]], tuple(tensor.shape), table)
+def tensor_view(
+    name: str,
+    tensor: Tensor,
+    dims: tuple[str, ...] | None = None,
+    *,
+    scale: float = 1.0,
+    offset: float = 0.0,
+    tied_to: str | None = None,
+) -> WeightView:
+    """A weight whose numbers are stored in their order, by default with the dims that its name says."""
+    table = Table(tensor.detach().reshape(-1, tensor.shape[-1]), scale, offset)
+    dims, rows = dims or DIMS[name.rpartition(".")[2]], tuple(range(tensor.dim() - 1))
+    return WeightView(name, dims, tuple(tensor.shape), table, row_axes=rows, tied_to=tied_to)
 
 
-def vector(name: str, tensor: Tensor, dims: tuple[str, ...], offset: float = 0.0) -> WeightView:
-    """A bias or a gain, which has no inputs: a column with a row for each number."""
-    table = Table(tensor.reshape(-1, 1), offset=offset)
-    return WeightView(name, dims, tuple(tensor.shape), table, row_axes=tuple(range(tensor.dim())))
-
-
-def norm_views(name: str, norm: Norm, dims: tuple[str, ...]) -> Iterator[WeightView]:
-    yield vector(f"{name}.w", norm.weight, dims, offset=float(norm.rule.offset))
-    if norm.bias is not None:
-        yield vector(f"{name}.b", norm.bias, dims)
+def norm_views(name: str, norm: Norm | None, dims: tuple[str, ...] | None = None) -> Iterator[WeightView]:
+    """The gain and the bias of a norm, as far as they exist."""
+    if norm is not None:
+        yield tensor_view(f"{name}.w", norm.weight, dims, offset=float(norm.rule.offset))
+        if norm.bias is not None:
+            yield tensor_view(f"{name}.b", norm.bias, dims)
 
 
 def tensor_views(tensors: Mapping[str, Tensor]) -> dict[str, WeightView]:
@@ -281,9 +272,6 @@ def tensor_views(tensors: Mapping[str, Tensor]) -> dict[str, WeightView]:
     """
     found: dict[str, WeightView] = {}
     for name, tensor in tensors.items():
-        table = Table(tensor.detach().reshape(prod(tensor.shape[:-1]), tensor.shape[-1]))
-        rows = tuple(range(tensor.dim() - 1))
         same = (other for other in found if tensors[other].data_ptr() == tensor.data_ptr())
-        shape, dims = tuple(tensor.shape), DIMS[name.rpartition(".")[2]]
-        found[name] = WeightView(name, dims, shape, table, row_axes=rows, tied_to=next(same, None))
+        found[name] = tensor_view(name, tensor, tied_to=next(same, None))
     return found

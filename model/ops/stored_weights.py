@@ -5,6 +5,7 @@ Kernels can pack and quantize such a weight directly, without a copy of the whol
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -79,13 +80,7 @@ class StackedGroups:
 
     def by_format(self) -> list[list[GroupedRows]]:
         """Neighbouring parts of the same format together."""
-        runs: list[list[GroupedRows]] = []
-        for part in self.parts:
-            if runs and runs[-1][0].format == part.format:
-                runs[-1].append(part)
-            else:
-                runs.append([part])
-        return runs
+        return [list(run) for _, run in groupby(self.parts, key=lambda part: part.format)]
 
 
 Weight = Tensor | StackedRows | StackedGroups

@@ -44,7 +44,7 @@ class TorchNetworkOps:
         self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, format: Format | None = None
     ) -> nn.Module:
         if isinstance(format, PackedGroups):
-            return QuantizedLinear(unpack_groups(format).to(weight.device), bias)
+            return QuantizedLinear(unpack_groups(format).map(lambda x: x.to(weight.device)), bias)
         whole = whole_weight(weight).detach()
         return self.plain_linear(whole, bias) if format is None else QuantizedLinear(quantize_to(whole, format), bias)
 

@@ -3,7 +3,7 @@
 A number is `scale * (w - offset)` or `scale * w - minimum`, where w is an unsigned integer of 4 to 8 bits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -100,24 +100,23 @@ class GroupedWeight:
 
     def dequantize(self) -> Tensor:
         """The matrix in float32."""
-        return self._all_groups()[:, : self.shape[1]]
-
-    def to(self, device: torch.device) -> "GroupedWeight":
-        factors = None if self.factors is None else self.factors.to(device)
-        return replace(self, integers=self.integers.to(device), scales=self.scales.to(device), factors=factors)
-
-    def _all_groups(self) -> Tensor:
         num_rows = len(self.integers)
         scales = self.scales.float()
         if self.factors is not None:
             scales = self.factors.float().repeat_interleave(scales.shape[1] // self.factors.shape[1], dim=1) * scales
         integers = (self.integers.to(torch.int16) - self.format.offset).float()
         if self.format.scale_kind == "group":
-            return (integers.view(num_rows, -1, GROUP) * scales[:, :, None]).flatten(1)
-        if self.format.scale_kind == "halves":
-            return (integers.view(num_rows, -1, GROUP // 2) * scales.flatten(1)[:, :, None]).flatten(1)
-        groups = integers.view(num_rows, -1, GROUP)
-        return (groups * scales[:, :, :1] - scales[:, :, 1:]).flatten(1)
+            numbers = integers.view(num_rows, -1, GROUP) * scales[:, :, None]
+        elif self.format.scale_kind == "halves":
+            numbers = integers.view(num_rows, -1, GROUP // 2) * scales.flatten(1)[:, :, None]
+        else:
+            numbers = integers.view(num_rows, -1, GROUP) * scales[:, :, :1] - scales[:, :, 1:]
+        return numbers.flatten(1)[:, : self.shape[1]]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "GroupedWeight":
+        """Change each tensor, for example to move it to another device."""
+        factors = None if self.factors is None else change(self.factors)
+        return replace(self, integers=change(self.integers), scales=change(self.scales), factors=factors)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ ids equal those of transformers' `apply_chat_template`.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jinja2
 from jinja2 import meta, nodes
@@ -27,6 +27,7 @@ from model.text.tokenizer import Tokenizer
 MAX_SOURCE_CHARACTERS = 1 << 18  # the longest published templates have some 20,000
 MAX_MESSAGE_CHARACTERS = 500  # of an error that a template raises
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+CHOSEN = ("default", "tool_use")  # the names of templates that may be chosen
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # transformers accepts all of them
 
 # The roles of conversations with a system message after the beginning.
@@ -44,6 +45,17 @@ Message = Mapping[str, Any]
 `name`, `tool_calls`, `tool_call_id` and `reasoning_content`. `function.arguments` of a tool call is an object, not the
 JSON text of the protocol: parse the text first. Fields that are None are left out. The caller checks roles and types.
 """
+
+
+class PromptOptions(TypedDict, total=False):
+    """How a prompt is written: `ChatTemplate.encode` describes each option."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    documents: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    variables: Mapping[str, Any] | None
+    allow_special_tokens: bool
 
 
 class InvalidTemplate(ValueError):
@@ -114,22 +126,13 @@ class ChatTemplate:
             raise InvalidTemplate(name, f"cannot be compiled: {error}") from error
         return _Variant(source, compiled, variables, stand_ins, self._special_tokens)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the templates. A checkpoint with one template calls it "default"."""
-        return tuple(self._variants)
-
     def source_for(self, *, with_tools: bool) -> str:
-        """The source of the template that is chosen by default, for conversations with or without tools."""
-        return self._choose(None, with_tools=with_tools).source
+        """The source of the template that is chosen for conversations with or without tools."""
+        return self._choose(with_tools=with_tools).source
 
-    def uses(self, variable: str, *, name: str | None = None) -> bool:
-        """Whether a template refers to a variable, such as "tools" or "enable_thinking".
-
-        Without a `name`, whether any template that may be chosen by default refers to the variable.
-        """
-        names = ("default", "tool_use") if name is None else (name,)
-        return any(variable in self._variants[each].variables for each in names if each in self._variants)
+    def uses(self, variable: str) -> bool:
+        """Whether any template that may be chosen refers to a variable, such as "tools" or "enable_thinking"."""
+        return any(variable in self._variants[name].variables for name in CHOSEN if name in self._variants)
 
     def ends_answers_with(self, token: str) -> bool:
         """Whether the default template writes this text after every answer of the model."""
@@ -151,11 +154,11 @@ class ChatTemplate:
         """
         own = [{**message, "role": standard_role(message.get("role"))} for message in messages]
         if any(message["role"] == "system" for message in own):
-            if not self._has_system_role:
+            if not self._reads_system_in(("system", "user")):
                 own = without_system_role(own)
             elif any(message["role"] == "system" for message in own[1:]):
                 own = self._with_read_system_messages(own)
-        forms = self._choose(None, with_tools=with_tools).forms
+        forms = self._choose(with_tools=with_tools).forms
         return [forms.message(message) for message in own]
 
     def _with_read_system_messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -169,9 +172,12 @@ class ChatTemplate:
         return [*head, *rest]
 
     def _reads_system_in(self, roles: tuple[str, ...]) -> bool:
-        """Whether a prompt has the texts of all system messages of a conversation with these roles."""
+        """Whether a prompt has the texts of all messages of a conversation with these roles, some of them "system".
+
+        Some templates refuse system messages, and others drop them.
+        """
         if roles not in self._system_places:
-            forms = self._choose(None, with_tools=False).forms
+            forms = self._choose(with_tools=False).forms
             contents = [f"{FIRST}{place}" for place in range(len(roles))]
             messages = [
                 forms.message({"role": role, "content": content}) for role, content in zip(roles, contents, strict=True)
@@ -183,39 +189,19 @@ class ChatTemplate:
             self._system_places[roles] = all(content in text for content in contents)
         return self._system_places[roles]
 
-    @cached_property
-    def _has_system_role(self) -> bool:
-        """Whether the prompt has the text of a system message. Some templates refuse it, and others drop it."""
-        messages = [{"role": "system", "content": FIRST}, {"role": "user", "content": SECOND}]
-        forms = self._choose(None, with_tools=False).forms
-        try:
-            return FIRST in self.render([forms.message(message) for message in messages], add_generation_prompt=True)
-        except InvalidField:
-            return False
-
-    def render(self, messages: Sequence[Message], **options: Any) -> str:
+    def render(self, messages: Sequence[Message], **options: Unpack[PromptOptions]) -> str:
         """The prompt as text, for people to read. The arguments are those of `encode`."""
         return self._names.show(self._render(messages, **options))
 
     def encode(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-        name: str | None = None,
-        variables: Mapping[str, Any] | None = None,
-        allow_special_tokens: bool = False,
-        max_tokens: int | None = None,
+        self, messages: Sequence[Message], *, max_tokens: int | None = None, **options: Unpack[PromptOptions]
     ) -> list[int]:
         """The token ids of the prompt.
 
         `add_generation_prompt` ends the prompt with the beginning of an answer. `continue_final_message` ends it inside
-        the content of the last message, which the model then continues. `name` chooses a template; by default it is
-        "tool_use" if there are tools and such a template, else "default". `variables` are additional variables of the
-        template, such as `enable_thinking`; the caller refuses those that the template does not use.
+        the content of the last message, which the model then continues. The template is "tool_use" if there are tools
+        and such a template, else "default". `variables` are additional variables of the template, such as
+        `enable_thinking`; the caller refuses those that the template does not use.
 
         The text of a special token in a message, a tool, a document or a variable is plain text, so that no client can
         end its own message and begin another one. With `allow_special_tokens` it is the token, as in transformers.
@@ -223,18 +209,10 @@ class ChatTemplate:
         Raises `InvalidField`. Its field is "messages" if the template refuses them, or takes too much time or memory.
         Raises `TooManyTokens` for a prompt that is clearly too long for `max_tokens`.
         """
-        text = self._render(
-            messages,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            name=name,
-            variables=variables,
-            allow_special_tokens=allow_special_tokens,
-        )
+        text = self._render(messages, **options)
+        are_allowed = options.get("allow_special_tokens", False)
         # The template writes a begin-of-sequence token itself, if the model needs one.
-        if not allow_special_tokens and not (self._only_literal_matches and self._names.are_the_only_ones(text)):
+        if not are_allowed and not (self._only_literal_matches and self._names.are_the_only_ones(text)):
             return self._renamed.encode(text, add_special_tokens=False, max_tokens=max_tokens)
         return self._tokenizer.encode(self._names.show(text), add_special_tokens=False, max_tokens=max_tokens)
 
@@ -251,12 +229,11 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
-        name: str | None = None,
         variables: Mapping[str, Any] | None = None,
         allow_special_tokens: bool = False,
     ) -> str:
         """The prompt, with names in place of the special tokens that the template wrote, unless they are allowed."""
-        variant = self._choose(name, with_tools=tools is not None)
+        variant = self._choose(with_tools=tools is not None)
         variables = variables or {}
         for own in OWN_VARIABLES:
             if own in variables:
@@ -292,10 +269,9 @@ class ChatTemplate:
             text = self._cut_at_end(text, final_text)
         return text if allow_special_tokens else without(self._names.hide(text), stand_ins)
 
-    def _choose(self, name: str | None, *, with_tools: bool) -> _Variant:
+    def _choose(self, *, with_tools: bool) -> _Variant:
         """The template that transformers chooses."""
-        if name is None:
-            name = "tool_use" if with_tools and "tool_use" in self._variants else "default"
+        name = "tool_use" if with_tools and "tool_use" in self._variants else "default"
         if name not in self._variants:
             known = join_names(self._variants)
             raise InvalidField("chat_template", f"{shortened(name)} is not a template of this model; known: {known}")

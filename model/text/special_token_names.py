@@ -6,6 +6,7 @@ This module knows nothing of token ids.
 import re
 import secrets
 from collections.abc import Iterable, Mapping
+from os.path import commonprefix
 
 
 class SpecialTokenNames:
@@ -48,12 +49,10 @@ def _any_of(texts: list[str]) -> str:
 
     Texts with the same beginning share it, so that thousands of them take no longer than a few.
     """
-    first, last = min(texts), max(texts)
-    num_common = next((i for i, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
-    common = first[:num_common]
+    common = commonprefix(texts)  # noqa: RUF071 (these are no paths)
     by_next: dict[str, list[str]] = {}
     for text in texts:
-        if rest := text[num_common:]:
+        if rest := text.removeprefix(common):
             by_next.setdefault(rest[0], []).append(rest[1:])
     branches = "|".join(re.escape(character) + _any_of(rests) for character, rests in by_next.items())
     return re.escape(common) + (f"(?:{branches})" if by_next else "") + ("?" if by_next and common in texts else "")

@@ -253,11 +253,6 @@ def _check_slow(value: Any, *_: Any, **__: Any) -> None:
         raise TooExpensive(f"uses a slow filter for a text of more than {MAX_SLOW_CHARACTERS:,} characters")
 
 
-def _check_replace_filter(value: Any, old: Any, new: Any, *_: Any) -> None:
-    current().size((value, old, new))
-    _check_replace(str(value), str(old), str(new))
-
-
 def _check_indent(value: Any, width: Any = 4, *_: Any, **__: Any) -> None:
     check_width(width)
     current().size((value, width))
@@ -288,7 +283,6 @@ def _check_format_filter(value: Any, *args: Any, **kwargs: Any) -> None:
 
 
 FILTER_CHECKS: Mapping[str, Callable[..., None]] = {
-    "replace": _check_replace_filter,
     "indent": _check_indent,
     "center": _check_padding,
     "truncate": _check_padding,
@@ -299,11 +293,12 @@ FILTER_CHECKS: Mapping[str, Callable[..., None]] = {
     "format": _check_format_filter,
     **dict.fromkeys(("title", "wordcount", "urlencode", "escape", "e", "forceescape"), _check_slow),
 }
-# These pass a value on, look at a part of it, or copy its text. Every other filter collects or compares all elements.
+# These pass a value on, look at a part of it, copy its text, or check the size themselves (replace). Every other filter
+# collects or compares all elements.
 # fmt: off
 CHEAP_FILTERS = frozenset((
     "abs", "attr", "capitalize", "count", "d", "default", "first", "float", "int", "items", "last", "length",
-    "lower", "map", "random", "reject", "rejectattr", "safe", "select", "selectattr", "string", "tojson",
+    "lower", "map", "random", "reject", "rejectattr", "replace", "safe", "select", "selectattr", "string", "tojson",
     "trim", "upper",
 ))
 TEXT_FILTERS = frozenset((  # of a container they take its text
@@ -344,8 +339,11 @@ def bounded_test(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
-    """Jinja's filter `replace`."""
-    return str(call_with_stand_ins("replace", str(value), str(old), str(new), -1 if count is None else count))
+    """Jinja's filter `replace`. It checks the size of the result itself."""
+    current().size((value, old, new))
+    text, old, new = str(value), str(old), str(new)
+    _check_replace(text, old, new)
+    return str(call_with_stand_ins("replace", text, old, new, -1 if count is None else count))
 
 
 def trim(value: Any, chars: str | None = None) -> str:

@@ -174,8 +174,7 @@ class _AddLimits(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        values = nodes.List(node.nodes, lineno=node.lineno)
-        return nodes.Filter(values, CONCATENATE, [], [], None, None, lineno=node.lineno)
+        return _filtered(nodes.List(node.nodes, lineno=node.lineno), CONCATENATE)
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         kept = self._kept(node)
@@ -183,12 +182,6 @@ class _AddLimits(NodeTransformer):
         for operand in node.ops:
             operand.expr = _filtered(operand.expr, PLAIN)
         return kept
-
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        return self._kept(node)
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        return self._kept(node)
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         return self._kept(node) if node.ctx == "load" else node
@@ -203,13 +196,15 @@ class _AddLimits(NodeTransformer):
         self.generic_visit(node)
         return _filtered(node, KEEP)
 
+    visit_List = visit_Dict = _kept
+
 
 def _filtered(node: nodes.Expr, name: str) -> nodes.Expr:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 def _spend(num_bytes: int, line: int) -> nodes.Expr:
-    return nodes.Filter(nodes.Const(num_bytes), SPEND, [], [], None, None, lineno=line)
+    return _filtered(nodes.Const(num_bytes, lineno=line), SPEND)
 
 
 def _statement(num_bytes: int, line: int) -> nodes.Stmt:

@@ -40,8 +40,8 @@ class Hooks:
     """
 
     def __init__(self, hooks: Mapping[str, Hook], stages: Sequence[Stage]) -> None:
-        self._hooks: dict[str, list[Hook]] = defaultdict(list)
-        self._has_selected_rows = {stage.name for stage in stages if stage.has_selected_rows}
+        self.by_stage: dict[str, list[Hook]] = defaultdict(list)
+        self.row_selected_stages = {stage.name for stage in stages if stage.has_selected_rows}
         self.error: Exception | None = None
         """The exception that a hook has raised, which ends its request."""
         for glob, hook in hooks.items():
@@ -56,7 +56,7 @@ class Hooks:
             for stage in selected:
                 if stage.name in AFTER_LOGITS:
                     raise InvalidField(FIELD, f"{stage.name} cannot be hooked, because nothing depends on it")
-                self._hooks[stage.name].append(hook)
+                self.by_stage[stage.name].append(hook)
 
     def tap(self, start: int, num_new: int, rows: Sequence[int] | None = None, choice: int = 0) -> "HookTap":
         """The tap of a pass over the positions `start .. start + num_new - 1`.
@@ -65,24 +65,6 @@ class Hooks:
         """
         positions = range(start, start + num_new)
         return HookTap(self, positions, positions if rows is None else [start + row for row in rows], choice)
-
-    def wants(self, name: str) -> bool:
-        return name in self._hooks
-
-    def call(self, name: str, tensor: Tensor, positions: Sequence[int], choice: int) -> Tensor:
-        """Call the hooks of a stage in order. Raises `InvalidField` if one fails; `error` then has its exception."""
-        new = tensor.clone()
-        try:
-            for hook in self._hooks[name]:
-                returned = hook(new, HookContext(name, positions, choice))
-                new = new if returned is None else checked(returned, tensor, name)
-        except Exception as error:
-            self.error = error
-            raise InvalidField(FIELD, f"the function for {name} failed: {error!r}") from error
-        return tensor if torch.equal(new, tensor) and not new.requires_grad else new
-
-    def has_selected_rows(self, name: str) -> bool:
-        return name in self._has_selected_rows
 
 
 @dataclass(frozen=True)
@@ -95,11 +77,20 @@ class HookTap:
     choice: int
 
     def wants(self, name: str) -> bool:
-        return self.hooks.wants(name)
+        return name in self.hooks.by_stage
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        positions = self.selected if self.hooks.has_selected_rows(name) else self.positions
-        return self.hooks.call(name, tensor, positions, self.choice)
+        """Call the hooks of a stage in order. Raises `InvalidField` if one fails; `Hooks.error` has its exception."""
+        positions = self.selected if name in self.hooks.row_selected_stages else self.positions
+        new = tensor.clone()
+        try:
+            for hook in self.hooks.by_stage[name]:
+                returned = hook(new, HookContext(name, positions, self.choice))
+                new = new if returned is None else checked(returned, tensor, name)
+        except Exception as error:
+            self.hooks.error = error
+            raise InvalidField(FIELD, f"the function for {name} failed: {error!r}") from error
+        return tensor if torch.equal(new, tensor) and not new.requires_grad else new
 
 
 def checked(returned: object, tensor: Tensor, name: str) -> Tensor:

@@ -9,35 +9,22 @@ from model.errors import shortened
 LAYER = re.compile(r"\.(-?\d{1,300})\.")
 # Names that other programs use for the stages of a block -> our name.
 OTHER_NAMES = {
-    "attention": "attn.pattern",
-    "attentions": "attn.pattern",
-    "attn": "attn.pattern",
-    "attn.probs": "attn.pattern",
-    "attn_probs": "attn.pattern",
-    "attn_weights": "attn.pattern",
-    "attention_weights": "attn.pattern",
+    **dict.fromkeys(
+        ("attention", "attentions", "attn", "attn.probs", "attn_probs", "attn_weights", "attention_weights"),
+        "attn.pattern",
+    ),
     "attn.out": "attn_out",
-    "mlp.out": "mlp_out",
-    "mlp": "mlp_out",
-    "resid": "resid_post",
-    "residual": "resid_post",
-    "residuals": "resid_post",
-    "hidden_state": "resid_post",
-    "hidden_states": "resid_post",
-    "query": "attn.q",
-    "key": "attn.k",
-    "value": "attn.v",
-    "q_proj": "attn.q",
-    "k_proj": "attn.k",
-    "v_proj": "attn.v",
+    **dict.fromkeys(("mlp", "mlp.out"), "mlp_out"),
+    **dict.fromkeys(("resid", "residual", "residuals", "hidden_state", "hidden_states"), "resid_post"),
+    **dict.fromkeys(("query", "q_proj"), "attn.q"),
+    **dict.fromkeys(("key", "k_proj"), "attn.k"),
+    **dict.fromkeys(("value", "v_proj"), "attn.v"),
     "act_fn": "mlp.post",
 }
 # The same for the stages outside of the blocks.
 OTHER_OUTER_NAMES = {
-    "embeddings": "embed",
-    "embedding": "embed",
-    "probs": "probabilities",
-    "softmax": "probabilities",
+    **dict.fromkeys(("embedding", "embeddings"), "embed"),
+    **dict.fromkeys(("probs", "softmax"), "probabilities"),
     "final_norm": "ln_final.out",
 }
 

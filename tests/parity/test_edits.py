@@ -20,7 +20,7 @@ from model.analysis.edit_sources import compute_sources, edited_pass
 from model.checkpoints.load import load_checkpoint
 from model.network.transformer import Transformer
 from model.tracing.edits import Edit, EditSource, plan_edits
-from model.tracing.edits.noise import normal_noise
+from model.tracing.edits.bound_edit import normal_noise
 from model.tracing.stages import Stage, stages_of
 from tests.parity.reference import config_of
 from tests.tiny import ROUNDING, quick, random_ids, write_reference

@@ -383,9 +383,9 @@ class TestErrors:
             service, 413, "prompt", "patching", **PATCH | {"prompt": [1] * 8, "corrupted": [2] * 8}
         )
         assert service.state.float_network is not None
-        assert not service.state.float_network.is_copied
+        assert "copy" not in vars(service.state.float_network)
         attribute(service, "integrated_gradients", **LOGIT, steps=8)
-        assert service.state.float_network.is_copied
+        assert "copy" in vars(service.state.float_network), "the copy is made when it is first needed"
 
     def test_a_pass_that_would_take_too_much_memory_is_refused(self, start: Start, tiny_directory: Path) -> None:
         service = start(model=str(tiny_directory), max_pass_bytes=100_000)

@@ -17,7 +17,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from forwardscope.local import load
 from model.errors import InvalidField
 from model.text.grammar.grammars import Grammars
-from model.text.grammar.limits import parser_limits
+from model.text.grammar.limits import LIMITS
 from model.text.grammar.program import SmallVocabulary, read
 from model.text.tokenizer import Tokenizer
 from service.answers.call_forms import FORMS, MARK_TOKENS, Form
@@ -160,7 +160,7 @@ def test_in_a_free_text_each_call_that_is_read_is_strict(form: Form) -> None:
         return json.dumps({"name": "f", key: {"a": value}})
 
     def is_allowed(text: str) -> bool:
-        matcher, tokens = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits()), list(text.encode())
+        matcher, tokens = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS), list(text.encode())
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
     def is_read(text: str) -> bool:
@@ -224,7 +224,7 @@ def test_a_demanded_call_is_written_as_the_model_writes_calls(form: Form) -> Non
     assert not answer["not_enforced"]
 
     def is_allowed(text: str) -> bool:
-        matcher = LLMatcher(tokenizer, answer["grammar"], log_level=0, limits=parser_limits())
+        matcher = LLMatcher(tokenizer, answer["grammar"], log_level=0, limits=LIMITS)
         tokens = list(text.encode())
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
@@ -259,7 +259,7 @@ def test_a_mark_that_is_a_special_token_begins_a_demanded_call() -> None:
         "rules": "\n".join(["start: calls", *lines]),
         "schemas": {name: asdict(each) for name, each in schemas.items()},
     }
-    matcher = LLMatcher(tokenizer, read(tokenizer, source)["grammar"], log_level=0, limits=parser_limits())
+    matcher = LLMatcher(tokenizer, read(tokenizer, source)["grammar"], log_level=0, limits=LIMITS)
     tokens = [3, *(8 + byte for byte in b'[{"name": "f", "arguments": {"a": "x"}}]')]
     assert matcher.try_consume_tokens(tokens) == len(tokens)
     assert matcher.is_accepting()
@@ -374,7 +374,7 @@ def test_with_functions_a_grammar_allows_one_call_and_any_text(function_call: An
     grammar = read(tokenizer, {"rules": found[1], "schemas": schemas})["grammar"]
 
     def is_allowed(text: str) -> bool:
-        matcher, tokens = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits()), list(text.encode())
+        matcher, tokens = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS), list(text.encode())
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'

@@ -229,19 +229,17 @@ class TestChoice:
         template = self.template({"default": "d", "tool_use": "t", "rag": "r"})
         assert template.render([{"role": "user"}]) == "d"
         assert template.render([{"role": "user"}], tools=TOOLS) == "t"
-        assert template.render([{"role": "user"}], name="rag") == "r"
-        assert template.names == ("default", "tool_use", "rag")
 
-    def test_an_unknown_name_is_refused_with_the_known_ones(self) -> None:
-        with pytest.raises(InvalidField, match=r"^chat_template: 'x' is not a template of this model; known: default$"):
-            self.template("d").render([{"role": "user"}], name="x")
+    def test_a_missing_template_is_named_with_the_known_ones(self) -> None:
+        reason = r"^chat_template: 'default' is not a template of this model; known: rag$"
+        with pytest.raises(InvalidField, match=reason):
+            self.template({"rag": "r"}).render([{"role": "user"}])
 
     def test_uses_says_which_variables_a_template_refers_to(self) -> None:
         template = self.template(
             {"default": "{% set x = 1 %}{% if thinking is defined %}{{ x }}{% endif %}", "tool_use": "{{ tools }}"}
         )
         assert [template.uses(name) for name in ("thinking", "tools", "x", "documents")] == [True, True, False, False]
-        assert not template.uses("tools", name="default")
 
     def test_variables_of_the_request_cannot_be_replaced(self) -> None:
         with pytest.raises(InvalidField, match=r"^chat_template_kwargs: 'messages'"):

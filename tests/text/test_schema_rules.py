@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from model.text.grammar.formats import FORMATS
 from model.text.grammar.lark import TERMINALS, schema_rules
-from model.text.grammar.limits import InvalidGrammar, parser_limits
+from model.text.grammar.limits import LIMITS, InvalidGrammar
 from model.text.grammar.number_keywords import MAX_DIVISOR
 from model.text.grammar.number_regex import Bound, number_regex
 from model.text.grammar.options import MAX_PATTERN_PROPERTIES
@@ -33,7 +33,7 @@ ABC = {"type": "object", "properties": {"a": {}, "b": {}, "c": {}}}
 
 def compiled(rules: str) -> LLMatcher:
     grammars = {"grammars": [{"lark_grammar": START}, {"name": "main", "lark_grammar": rules}]}
-    matcher = LLMatcher(TOKENIZER, json.dumps(grammars), log_level=0, limits=parser_limits())
+    matcher = LLMatcher(TOKENIZER, json.dumps(grammars), log_level=0, limits=LIMITS)
     assert not matcher.is_error(), matcher.get_error()
     return matcher
 

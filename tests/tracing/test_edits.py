@@ -16,8 +16,8 @@ from model.analysis.edit_sources import compute_sources, edited_pass
 from model.config import ModelConfig
 from model.errors import InvalidField
 from model.tracing.edits import BoundEdits, Edit, EditCondition, EditPlan, EditSource, plan_edits
+from model.tracing.edits.bound_edit import normal_noise
 from model.tracing.edits.conditions import ConditionState
-from model.tracing.edits.noise import normal_noise
 from model.tracing.edits.planner import MAX_EDITS
 from model.tracing.edits.positions import PositionSet, resolve_positions
 from model.tracing.pauses import PAUSE

@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -88,20 +88,16 @@ def compile_source(source: Path) -> Path:
     cache_path = prepare_cache()
     if cache_path is not None and is_whole(cache_path / name):
         return cache_path / name
-    directory = Path(tempfile.mkdtemp(prefix=COMPILING, dir=cache_path))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     often = "once" if cache_path is not None else "at each start, because no cache directory can be written"
     logger.info("compiling %s for %s (up to about %d seconds, %s)", source.name, level.name, COMPILE_SECONDS, often)
-    try:
-        run_compiler(compiler, source, level, directory / name)
-        if cache_path is None:
-            return directory / name
-        (directory / name).replace(cache_path / name)
-    except OSError:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
-    shutil.rmtree(directory, ignore_errors=True)
-    return cache_path / name
+    with ExitStack() as cleanup:
+        directory = tempfile.TemporaryDirectory(prefix=COMPILING, dir=cache_path, ignore_cleanup_errors=True)
+        library = Path(cleanup.enter_context(directory), name)
+        run_compiler(compiler, source, level, library)
+        if cache_path is not None:
+            return library.replace(cache_path / name)
+        atexit.register(cleanup.pop_all().close)
+        return library
 
 
 def compile_all(directory: Path, levels: Sequence[InstructionLevel] = LEVELS, target: Target | None = None) -> None:
@@ -133,13 +129,7 @@ def compile_all(directory: Path, levels: Sequence[InstructionLevel] = LEVELS, ta
             run_compiler(compiler, *libraries[name], Path(unfinished, name))
             Path(unfinished, name).replace(directory / name)
 
-        tasks = [threads.submit(compile_one, name) for name in missing]
-        try:
-            for task in tasks:
-                task.result()
-        except OSError:
-            threads.shutdown(cancel_futures=True)
-            raise
+        list(threads.map(compile_one, missing))  # after an error, the files that are not begun are left out
 
 
 def find_compiler() -> Compiler:
@@ -263,18 +253,15 @@ def prepare_cache() -> Path | None:
 
     Also removes the directories that killed processes left in it, or in the temporary directory if there is no cache.
     """
-    directory = None
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         directory = Path(home) / "forwardscope"
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
     except (OSError, RuntimeError):  # RuntimeError: the user has no home
-        directory = None
-    if directory is None:
         remove_stale(Path(tempfile.gettempdir()), f"{COMPILING}*")
-    else:
-        remove_stale(directory, "*")  # libraries are files: only processes that compile make directories here
+        return None
+    remove_stale(directory, "*")  # libraries are files: only processes that compile make directories here
     return directory
 
 

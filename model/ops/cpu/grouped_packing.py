@@ -92,22 +92,18 @@ def unpack_groups(packed: PackedGroups) -> GroupedWeight:
     num_rows, format = packed.shape[0], packed.format
     integers = _unpack_integers(packed.integers, format.bits)[:num_rows]
     num_tiles, padding = len(packed.scales), integers.shape[1] - packed.shape[1]
-    if format.scale_kind == "group":
-        scales = packed.scales.view(torch.float16).view(num_tiles, -1, TILE).transpose(1, 2)
-        return GroupedWeight(format, integers, scales.flatten(0, 1)[:num_rows].contiguous(), padding=padding)
-    if format.scale_kind == "minimum":
-        both = packed.scales.view(torch.float16).view(num_tiles, -1, 2, TILE).permute(0, 3, 1, 2)
-        return GroupedWeight(format, integers, both.flatten(0, 1)[:num_rows].contiguous(), padding=padding)
+    if format.scale_kind in ("group", "minimum"):
+        shape = (num_tiles, -1, TILE) if format.scale_kind == "group" else (num_tiles, -1, 2, TILE)
+        scales = _rows_of_tiles(packed.scales.view(torch.float16).view(shape), num_rows)
+        return GroupedWeight(format, integers, scales, padding=padding)
     num_factors = 1 if format.scale_kind == "halves" else 2
     num_units = 1 if format.scale_kind == "rows" else packed.shape[1] // format.inputs_per_unit  # with factors
     units = packed.scales.view(num_tiles, num_units, -1)
     split = num_factors * TILE * 2
-    factors = units[:, :, :split].contiguous().view(torch.float16)
-    factors = factors.view(num_tiles, -1, num_factors, TILE).permute(0, 3, 1, 2).flatten(0, 1)[:num_rows]
-    scales = units[:, :, split:].reshape(num_tiles, -1, 2, TILE).permute(0, 3, 1, 2).flatten(0, 1)[:num_rows]
-    if format.scale_kind == "halves":
-        scales = scales.contiguous().view(torch.int8)
-    return GroupedWeight(format, integers, scales.contiguous(), factors.contiguous(), padding)
+    factors = units[:, :, :split].contiguous().view(torch.float16).view(num_tiles, -1, num_factors, TILE)
+    scales = units[:, :, split:].reshape(num_tiles, -1, 2, TILE)
+    scales = scales.view(torch.int8) if format.scale_kind == "halves" else scales
+    return GroupedWeight(format, integers, _rows_of_tiles(scales, num_rows), _rows_of_tiles(factors, num_rows), padding)
 
 
 def dequantize_part(packed: PackedGroups, rows: Tensor, columns: Tensor) -> Tensor:
@@ -193,3 +189,8 @@ def _tiles(numbers: Tensor) -> Tensor:
     padded = F.pad(columns, (0, 0, 0, -len(columns) % TILE))
     tiles = padded.view(-1, TILE, padded.shape[1]).transpose(1, 2).contiguous()
     return tiles.view(len(tiles), *numbers.shape[1:], TILE)
+
+
+def _rows_of_tiles(tiles: Tensor, num_rows: int) -> Tensor:
+    """The reverse of `_tiles`, without the padding: (N, n) or (N, n, m)."""
+    return tiles.movedim(-1, 1).flatten(0, 1)[:num_rows].contiguous()

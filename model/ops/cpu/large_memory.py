@@ -7,7 +7,6 @@ instead of 4 KB save most of that time, and later reads need fewer address trans
 import ctypes
 import mmap
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -35,12 +34,7 @@ def populate(tensor: Tensor) -> None:
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if start < end:  # an older Linux provides each page at the first write instead
-        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), POPULATE_WRITE)
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), POPULATE_WRITE)
 
 
 def _map(num_bytes: int) -> mmap.mmap | None:

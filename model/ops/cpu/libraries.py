@@ -50,11 +50,6 @@ def load(name: str) -> ctypes.CDLL | None:
     return loaded.library if isinstance(loaded := _load(name), _Loaded) else None
 
 
-def forget() -> None:
-    """Make the next call of `load` load its library again, as after a change of the compiler or its flags."""
-    _load.cache_clear()
-
-
 @cache
 def _load(name: str) -> _Loaded | str:
     """The library of `name`.cpp, or the reason why it cannot be loaded."""

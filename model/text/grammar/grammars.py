@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from model.errors import InvalidField
 from model.text.constraint import Constraint
-from model.text.grammar.limits import CPU_SECONDS, MAX_BYTES, QUICK_CPU_SECONDS, parser_limits
+from model.text.grammar.limits import CPU_SECONDS, LIMITS, MAX_BYTES, QUICK_CPU_SECONDS
 from model.text.grammar.process import GrammarProcess, NeedsMoreTime
 from model.text.json_keys import WHOLE_TEXT, JsonPlace, KeyFilter
 from model.text.tokenizer import Tokenizer
@@ -145,7 +145,7 @@ class Grammars:
     def _compile_new(self, field: str, source: str, begin: JsonPlace) -> Constraint | InvalidField | NeedsMoreTime:
         try:
             answer = self._process.read(field, source)
-            matcher = LLMatcher(self._vocabulary, answer["grammar"], log_level=0, limits=parser_limits())
+            matcher = LLMatcher(self._vocabulary, answer["grammar"], log_level=0, limits=LIMITS)
             key_filter = self._key_filter if answer["has_other_keys"] else None
             constraint = Constraint(field, matcher, self._vocab_size, key_filter, begin)
             if key_filter is not None and any(keyword in source for keyword in ("patternProperties", "propertyNames")):

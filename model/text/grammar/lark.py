@@ -7,14 +7,14 @@ Strings, and multiples of a number, are left to llguidance's own reader of schem
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from model.errors import shortened
 from model.text.grammar.contains import Search
 from model.text.grammar.limits import InvalidGrammar
 from model.text.grammar.options import OptionReader
-from model.text.grammar.rules import ArrayOption, ObjectOption, Option, RuleTable, SearchOption, TextOption
+from model.text.grammar.rules import ArrayOption, ObjectOption, Option, RuleTable, TextOption
 from model.text.grammar.schema import SchemaReader
 
 MAX_RULES = 4000
@@ -105,8 +105,8 @@ class RuleWriter:
             return self._terminal(option.expression) if option.is_terminal else option.expression
         if isinstance(option, ArrayOption):
             return f"JSON_BEGIN {self._elements(option)} JSON_END"
-        if isinstance(option, SearchOption):
-            return f"JSON_BEGIN {self._found_elements(option.search)} JSON_END"
+        if isinstance(option, Search):
+            return f"JSON_BEGIN {self._found_elements(option)} JSON_END"
         is_set = any(rule < 0 for _, rule, _ in option.members)
         begin, end = ("JSON_BEGIN", "JSON_END") if is_set else ("JSON_OPEN", "JSON_CLOSE")
         return f"{begin} {self._members(option)} {end}"
@@ -118,13 +118,7 @@ class RuleWriter:
             high = min(high, start)
         text = ""
         if high > start:
-            rest = f"{self._prefix}{array.rest}"
-            least, most = max(low - start, 0), high - start
-            if start:
-                text = _repeated(f"JSON_COMMA {rest}", least, most)
-            else:
-                text = f"{rest} {_repeated(f'JSON_COMMA {rest}', max(least - 1, 0), most - 1)}"
-                text = text if least else f"({text})?"
+            text = _separated(f"{self._prefix}{array.rest}", max(low - start, 0), high - start, is_begun=start > 0)
         for index in reversed(range(start)):
             rule = array.prefix[index]
             if index >= high or (index >= low and not self._table.rules[rule].can_end):
@@ -146,12 +140,8 @@ class RuleWriter:
             self._lines.append(f"{names[state]}: {' | '.join(options)}")
         return names[search.start]
 
-    def _members(self, option: ObjectOption) -> str:
-        """The members of an object: first those with a name, each at most once, then any number of others.
-
-        The rule `{name}_{i}_{n}` stands for the members from number i on, after n others. Counts from the highest one
-        that matters are the same.
-        """
+    def _member_texts(self, option: ObjectOption) -> tuple[list[tuple[str, bool]], str]:
+        """Each member with a name, and whether it is required; and any other member, empty if there is none."""
         members = [
             (f"{key} JSON_COLON {self._prefix}{rule}" if rule >= 0 else key, is_required)
             for key, rule, is_required in option.members
@@ -168,8 +158,17 @@ class RuleWriter:
             if self._table.is_possible(rule)
         ]
         self.has_other_keys |= bool(extras)
+        return members, f"({' | '.join(extras)})" if extras else ""
+
+    def _members(self, option: ObjectOption) -> str:
+        """The members of an object: first those with a name, each at most once, then any number of others.
+
+        The rule `{name}_{i}_{n}` stands for the members from number i on, after n others. Counts from the highest one
+        that matters are the same.
+        """
+        members, extra = self._member_texts(option)
         low, high = option.low, option.high
-        if high >= len(members) and not extras:
+        if high >= len(members) and not extra:
             high = math.inf
         num_required = sum(is_required for _, is_required in members)
         if low <= num_required:
@@ -178,7 +177,6 @@ class RuleWriter:
         if len(members) * cap > MAX_MEMBERS:
             raise InvalidGrammar("is too complex: minProperties and maxProperties of an object with many properties")
         needed = [sum(is_required for _, is_required in members[index:]) for index in range(len(members) + 1)]
-        extra = f"({' | '.join(extras)})" if extras else ""
         name = self._new_name()
         done: dict[tuple[int, int], str] = {}
         waiting: list[tuple[int, int]] = []
@@ -193,45 +191,39 @@ class RuleWriter:
                 waiting.append((index, count))
             return done[index, count]
 
+        def step(index: int, count: int) -> str:
+            """The text of the rule for the members from number `index` on, after `count` members."""
+            comma = "JSON_COMMA " if count else ""
+            if index == len(members):
+                if not extra or count >= high:
+                    return '""'
+                return _separated(extra, max(low - count, 0), high - count, is_begun=count > 0)
+            if count == cap and high == math.inf:  # counts do not matter any more
+                last = min(index + (1 if index % CHUNK else CHUNK), len(members))
+                parts = [
+                    f"{comma}{text}" if is_required else f"({comma}{text})?"
+                    for text, is_required in members[index:last]
+                ]
+                return " ".join([*parts, rule(last, count) or ""])
+            text, is_required = members[index]
+            options = [f"{comma}{text} {following}"] if (following := rule(index + 1, count + 1)) is not None else []
+            if not is_required and (following := rule(index + 1, count)) is not None:
+                options.append(following)
+            return " | ".join(options)
+
         first = rule(0, 0)
         while waiting:
             index, count = waiting.pop()
-            self._lines.append(
-                f"{done[index, count]}: {self._step(members, extra, index, count, (low, high, cap), rule)}"
-            )
+            self._lines.append(f"{done[index, count]}: {step(index, count)}")
         return first or ""
 
-    def _step(
-        self,
-        members: Sequence[tuple[str, bool]],
-        extra: str,
-        index: int,
-        count: int,
-        limits: tuple[int, float, int],
-        rule: Callable[[int, int], str | None],
-    ) -> str:
-        """The text of the rule for the members from number `index` on, after `count` members."""
-        low, high, cap = limits
-        comma = "JSON_COMMA " if count else ""
-        if index == len(members):
-            if not extra or count >= high:
-                return '""'
-            least, most = max(low - count, 0), high - count
-            if count:
-                return _repeated(f"JSON_COMMA {extra}", least, most)
-            text = f"{extra} {_repeated(f'JSON_COMMA {extra}', max(least - 1, 0), most - 1)}"
-            return text if least else f"({text})?"
-        if count == cap and high == math.inf:  # counts do not matter any more
-            last = min(index + (1 if index % CHUNK else CHUNK), len(members))
-            parts = [
-                f"{comma}{text}" if is_required else f"({comma}{text})?" for text, is_required in members[index:last]
-            ]
-            return " ".join([*parts, rule(last, count) or ""])
-        text, is_required = members[index]
-        options = [f"{comma}{text} {following}"] if (following := rule(index + 1, count + 1)) is not None else []
-        if not is_required and (following := rule(index + 1, count)) is not None:
-            options.append(following)
-        return " | ".join(options)
+
+def _separated(text: str, least: int, most: float, *, is_begun: bool) -> str:
+    """At least and at most so many parts with commas between them, and before them if others come first."""
+    if is_begun:
+        return _repeated(f"JSON_COMMA {text}", least, most)
+    parts = f"{text} {_repeated(f'JSON_COMMA {text}', max(least - 1, 0), most - 1)}"
+    return parts if least else f"({parts})?"
 
 
 def _repeated(text: str, least: int, most: float) -> str:

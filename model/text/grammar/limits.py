@@ -1,7 +1,5 @@
 """The limits for grammars of clients: on their length, on the process that reads them, and on llguidance."""
 
-from typing import Any
-
 from llguidance import LLParserLimits
 
 MAX_BYTES = 1 << 16  # of a schema, a grammar, a regular expression or all choices together
@@ -13,14 +11,14 @@ MAX_DATA_BYTES = 1 << 29
 MAX_RULES_CHARACTERS = 1 << 21  # of the grammar that the limited process writes, which the server reads
 # The limits of llguidance, also when the server compiles the grammar, and while a text is generated. Lower ones than
 # llguidance's own, because a mask of one sequence delays all others.
-LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 100_000,
-    "step_lexer_fuel": 50_000,
-    "step_max_items": 10_000,
-    "max_lexer_states": 20_000,
-    "max_grammar_size": 50_000,
-    "verbose_errors": False,
-}
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=100_000,
+    step_lexer_fuel=50_000,
+    step_max_items=10_000,
+    max_lexer_states=20_000,
+    max_grammar_size=50_000,
+    verbose_errors=False,
+)
 
 
 class InvalidGrammar(ValueError):
@@ -29,7 +27,3 @@ class InvalidGrammar(ValueError):
     def __init__(self, reason: str, field: str | None = None) -> None:
         super().__init__(reason)
         self.field = field
-
-
-def parser_limits() -> LLParserLimits:
-    return LLParserLimits(**LIMITS)

@@ -39,6 +39,12 @@ NOT_NEGATED: dict[str, tuple[Any, ...]] = {
 }
 
 
+def type_of(value: Any) -> str:
+    """The type of a value of JSON, as in `TYPES`."""
+    kinds = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
+    return kinds.get(type(value), "object")
+
+
 def negated(schema: Mapping[str, Any], resolve: Callable[[Any], Any]) -> tuple[dict[str, Any], bool]:
     """The negation of a schema that is an object, and whether it is exact. `resolve` finds what a `$ref` names.
 
@@ -124,8 +130,7 @@ def _excluding(values: list[Any]) -> list[Any]:
     """Schemas for the values that are not in a list."""
     listed: dict[str, list[Any]] = {}
     for value in values:
-        kinds = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", type(None): "null"}
-        listed.setdefault(kinds.get(type(value), "object"), []).append(value)
+        listed.setdefault(type_of(value), []).append(value)
     options: list[Any] = [{"type": [name for name in TYPES if name not in listed]}]
     if len(set(listed.get("boolean", (True, False)))) == 1:
         options.append({"const": not listed["boolean"][0]})

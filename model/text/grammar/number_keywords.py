@@ -1,39 +1,55 @@
 """The keywords of JSON schemas for numbers: the range that they leave, and the common multiple."""
 
 import math
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
+from typing import Any
 
 from model.errors import shortened
 from model.text.grammar.limits import InvalidGrammar
 from model.text.grammar.number_regex import Bound
-from model.text.grammar.schema import Way
 
+Plains = Sequence[Mapping[str, Any]]
+"""Plain schemas that a number satisfies together."""
 MAX_DIVISOR = 90_000  # of multipleOf, without its decimal point; takes up to 0.7 s, growing with its square
 HUGE = Decimal(10) ** 30  # texts have fewer digits
 
 
-def lower_bound(way: Way) -> Bound | None:
+def lower_bound(plains: Plains) -> Bound | None:
     """The lowest number, as `minimum` and `exclusiveMinimum` say."""
-    bounds = _bounds(way, "minimum", "exclusiveMinimum")
+    bounds = _bounds(plains, "minimum", "exclusiveMinimum")
     bounds = [_rounded(bound, "ROUND_CEILING") for bound in bounds if bound.value > -HUGE]
     if any(bound.value > HUGE for bound in bounds):
         raise InvalidGrammar("is too complex: a minimum has more than 30 digits")
     return max(bounds, key=lambda bound: (bound.value, bound.is_strict), default=None)
 
 
-def upper_bound(way: Way) -> Bound | None:
+def upper_bound(plains: Plains) -> Bound | None:
     """The highest number, as `maximum` and `exclusiveMaximum` say."""
-    bounds = _bounds(way, "maximum", "exclusiveMaximum")
+    bounds = _bounds(plains, "maximum", "exclusiveMaximum")
     bounds = [_rounded(bound, "ROUND_FLOOR") for bound in bounds if bound.value < HUGE]
     if any(bound.value < -HUGE for bound in bounds):
         raise InvalidGrammar("is too complex: a maximum has more than 30 digits")
     return min(bounds, key=lambda bound: (bound.value, not bound.is_strict), default=None)
 
 
-def _bounds(way: Way, name: str, strict_name: str) -> list[Bound]:
+def within(plain: Mapping[str, Any], value: float) -> bool:
+    """Whether a number satisfies the keywords for numbers."""
+    number, divisor = Decimal(str(value)), plain.get("multipleOf")
+    lower = _bounds([plain], "minimum", "exclusiveMinimum")
+    upper = _bounds([plain], "maximum", "exclusiveMaximum")
+    return (
+        all(bound.value < number or (bound.value == number and not bound.is_strict) for bound in lower)
+        and all(number < bound.value or (bound.value == number and not bound.is_strict) for bound in upper)
+        and (not divisor or Fraction(number) % Fraction(Decimal(str(divisor))) == 0)
+    )
+
+
+def _bounds(plains: Plains, name: str, strict_name: str) -> list[Bound]:
+    """The bounds as the schemas write them, without the rounding of binary numbers."""
     bounds = []
-    for plain in way:
+    for plain in plains:
         strict = plain.get(strict_name, False)
         if name in plain:
             bounds.append(Bound(Decimal(str(plain[name])), strict is True))
@@ -48,10 +64,10 @@ def _rounded(bound: Bound, direction: str) -> Bound:
     return Bound(rounded, bound.is_strict and rounded == bound.value)
 
 
-def common_multiple(way: Way) -> Fraction | None:
+def common_multiple(plains: Plains) -> Fraction | None:
     """The smallest number that all multiples of all `multipleOf` are multiples of."""
     result: Fraction | None = None
-    for plain in way:
+    for plain in plains:
         if (divisor := plain.get("multipleOf")) is None:
             continue
         if divisor <= 0:

@@ -44,17 +44,14 @@ def number_regex(low: Bound | None, high: Bound | None, *, is_integer: bool, max
         )
     parts = []
     for sign, least, most in options:
-        if most is not None and (least.value > most.value or (least.value == most.value and _excludes(least, most))):
+        is_strict = most is not None and (least.is_strict or most.is_strict)
+        if most is not None and (least.value > most.value or (least.value == most.value and is_strict)):
             continue
         conditions = [f"/(0|[1-9][0-9]*){places}/", f"/[0-9.]{{1,{length}}}/", f"/{_at_least(least)}/"]
         if most is not None:
-            conditions.append(f"/{_at_most(most)}/")
+            conditions.append(f"~/{_at_least(Bound(most.value, not most.is_strict))}/")
         parts.append(f'("{sign}" ({" & ".join(conditions)}))' if sign else f"({' & '.join(conditions)})")
     return " | ".join(parts)
-
-
-def _excludes(least: Bound, most: Bound) -> bool:
-    return least.is_strict or most.is_strict
 
 
 def _integer_bound(bound: Bound | None, step: int) -> Bound | None:
@@ -80,15 +77,6 @@ def _above(digits: str, rest: str) -> list[str]:
     ]
 
 
-def _below(digits: str, rest: str, *, first: int) -> list[str]:
-    """The same for a lower digit, where the first one is at least `first`."""
-    return [
-        f"{digits[:i]}[{low}-{int(digit) - 1}]{rest.format(len(digits) - i - 1)}"
-        for i, digit in enumerate(digits)
-        if int(digit) > (low := first if i == 0 else 0)
-    ]
-
-
 def _at_least(bound: Bound) -> str:
     whole, places = _digits(bound.value)
     above = [f"[1-9][0-9]{{{len(whole)},}}", *_above(whole, "[0-9]{{{0}}}")]
@@ -98,18 +86,4 @@ def _at_least(bound: Bound) -> str:
         options.append(rf"{whole}\.{places}{'[0-9]*[1-9][0-9]*' if bound.is_strict else '[0-9]*'}")
     else:
         options.append(rf"{whole}\.[0-9]*[1-9][0-9]*" if bound.is_strict else rf"{whole}(\.[0-9]+)?")
-    return "|".join(options)
-
-
-def _at_most(bound: Bound) -> str:
-    whole, places = _digits(bound.value)
-    below = [rf"0|[1-9][0-9]{{0,{len(whole) - 2}}}"] if len(whole) > 1 else []
-    below += _below(whole, "[0-9]{{{0}}}", first=1 if len(whole) > 1 else 0)
-    options = [rf"({'|'.join(below)})(\.[0-9]+)?"] if below else []
-    if places:
-        options.append(whole)
-        options += [rf"{whole}\.{each}" for each in _below(places, "[0-9]*", first=0)]
-        options += [rf"{whole}\.{places[:i]}" for i in range(1, len(places))]
-    if not bound.is_strict:
-        options.append(rf"{whole}\.{places}0*" if places else rf"{whole}(\.0+)?")
     return "|".join(options)

@@ -18,7 +18,6 @@ from model.text.grammar.rules import (
     ObjectOption,
     Option,
     RuleTable,
-    SearchOption,
     TextOption,
     quoted,
     spelled,
@@ -144,7 +143,7 @@ class OptionReader:
             return None
         sought = tuple(plain for plain in way if "contains" in plain and contains_limits(plain) != (0, math.inf))
         if sought:
-            return SearchOption(self._search(way, sought, longest, low, high))
+            return self._search(way, sought, longest, low, high)
         return ArrayOption(tuple(rules[:-1]), rules[-1], low, high)
 
     def _search(self, way: Way, sought: Way, longest: int, low: int, high: float) -> Search:

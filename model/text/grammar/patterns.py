@@ -12,13 +12,14 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
 from model.errors import shortened
-from model.text.grammar.limits import InvalidGrammar, parser_limits
+from model.text.grammar.limits import LIMITS, InvalidGrammar
 
 LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 LOOK_AHEAD = re.compile(r"\(\?[=!]")
 LOOK_BEHIND = re.compile(r"\(\?<[=!]")
 WITHOUT = re.compile(r"\((\?:)?(?=\(\?!)")  # the beginning of ((?!x).)*
 ONE_CHARACTER = re.compile(r"\.|\\[dDwWsS]|\[\^?(\\.|[^\]\\])+\]")
+PART = re.compile(r"\\.?|\[(?:\\.|[^\]\\])*+\]?|(.)", re.DOTALL)  # an escaped character, a class, or another character
 REPEATED = re.compile(r"([*+]|\{\d+(,\d*)?\})\??\$")
 ANYTHING = "(?s:.*)"
 
@@ -42,7 +43,7 @@ def schema_error(schema: Mapping[str, Any]) -> str:
 def is_empty(terminal: str) -> bool:
     """Whether an expression of Lark matches no text."""
     rules = {"grammars": [{"lark_grammar": f"start: TEXT\nTEXT: {terminal}"}]}
-    matcher = LLMatcher(_tokenizer(), json.dumps(rules), log_level=0, limits=parser_limits())
+    matcher = LLMatcher(_tokenizer(), json.dumps(rules), log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
     return "NoExtension" in matcher.get_error()
@@ -94,28 +95,19 @@ def _whole(pattern: str) -> str:
     end = ANYTHING
     if body.endswith("$") and (len(body) - len(body[:-1].rstrip("\\"))) % 2 == 1:
         body, end = body[:-1], ""
-    if _has_anchor(body) or LOOK_AROUND.search(body):
+    if any(character in "^$" for _, character, _ in _characters(body)) or LOOK_AROUND.search(body):
         raise InvalidGrammar(f"the pattern {shortened(pattern)} has anchors or look-around that cannot be enforced")
     return f"/{begin}({regex_to_lark(body, use_ascii='dw')}){end}/"
 
 
 def _characters(pattern: str) -> list[tuple[int, str, int]]:
     """The unescaped characters outside of classes: place, character, and depth of groups."""
-    found, depth, place, in_class = [], 0, 0, False
-    while place < len(pattern):
-        character = pattern[place]
-        if character == "\\":
-            place += 2
-            continue
-        if in_class:
-            in_class = character != "]"
-        elif character == "[":
-            in_class = True
-        else:
+    found, depth = [], 0
+    for part in PART.finditer(pattern):
+        if character := part[1]:
             depth -= character == ")"
-            found.append((place, character, depth))
+            found.append((part.start(), character, depth))
             depth += character == "("
-        place += 1
     return found
 
 
@@ -140,7 +132,3 @@ def _last_group(pattern: str) -> int | None:
         return None
     depth = found[0][2]
     return max(place for place, character, each in _characters(pattern) if character == "(" and each == depth)
-
-
-def _has_anchor(pattern: str) -> bool:
-    return any(character in "^$" for _, character, _ in _characters(pattern))

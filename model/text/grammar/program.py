@@ -24,12 +24,12 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from model.text.grammar.limits import (
+    LIMITS,
     MAX_DATA_BYTES,
     MAX_RULES_CHARACTERS,
     MAX_STACK_BYTES,
     NICENESS,
     InvalidGrammar,
-    parser_limits,
 )
 from model.text.grammar.source import read_source
 
@@ -75,7 +75,7 @@ def read(tokenizer: LLTokenizer, source: dict[str, Any]) -> dict[str, Any]:
     def compiled(rules: str) -> tuple[str, str]:
         """The whole grammar, and the error of its compilation and of its first mask; an empty text if there is none."""
         text = json.dumps({"grammars": [{"lark_grammar": START}, {"name": "main", "lark_grammar": rules}]})
-        matcher = LLMatcher(tokenizer, text, log_level=0, limits=parser_limits())
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()
         return text, matcher.get_error() if matcher.is_error() else ""

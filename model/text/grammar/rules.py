@@ -32,13 +32,6 @@ class ArrayOption:
 
 
 @dataclass(frozen=True)
-class SearchOption:
-    """An array with `contains`. See `Search`."""
-
-    search: Search
-
-
-@dataclass(frozen=True)
 class ObjectOption:
     """Members with a name in their order, then others, whose keys are terminals."""
 
@@ -48,7 +41,7 @@ class ObjectOption:
     high: float
 
 
-Option = TextOption | ArrayOption | SearchOption | ObjectOption
+Option = TextOption | ArrayOption | Search | ObjectOption
 
 
 @dataclass
@@ -98,8 +91,8 @@ class RuleTable:
                 return False
             necessary = option.prefix[: option.low] + (option.rest,) * (option.low > len(option.prefix))
             return all(self.rules[rule].can_end for rule in necessary)
-        if isinstance(option, SearchOption):
-            return bool(option.search.states(self.is_possible))
+        if isinstance(option, Search):
+            return bool(option.states(self.is_possible))
         if isinstance(option, ObjectOption):
             num_required = sum(is_required for _, _, is_required in option.members)
             possible = sum(self.is_possible(rule) for _, rule, _ in option.members)

@@ -12,8 +12,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
-from fractions import Fraction
 from functools import cache
 from itertools import combinations, product
 from typing import Any
@@ -22,7 +20,8 @@ from urllib.parse import unquote
 from model.errors import shortened
 from model.text.grammar.formats import FORMATS
 from model.text.grammar.limits import InvalidGrammar
-from model.text.grammar.negation import TYPES, negated
+from model.text.grammar.negation import TYPES, negated, type_of
+from model.text.grammar.number_keywords import within
 
 Schema = Mapping[str, Any] | bool
 Way = tuple[Mapping[str, Any], ...]
@@ -118,15 +117,16 @@ class SchemaReader:
             elif keyword == "$ref":
                 ways = self._combined(ways, self._ways_of(self._resolve(value)))
             elif keyword in ("allOf", "anyOf", "oneOf"):
-                schemas = _nonempty_list(keyword, value)
-                options = [self._ways_of(each) for each in schemas]
+                if not isinstance(value, list) or not value:
+                    raise InvalidGrammar(f"the keyword {keyword} must be a list of schemas")
+                options = [self._ways_of(each) for each in value]
                 if keyword == "allOf":
                     for option in options:
                         ways = self._combined(ways, option)
                 elif keyword == "anyOf":
                     ways = self._combined(ways, [way for option in options for way in option])
                 else:
-                    ways = self._combined(ways, self._exclusive(schemas, options))
+                    ways = self._combined(ways, self._exclusive(value, options))
             elif keyword == "not":
                 ways = self._combined(ways, self._violations(value))
             elif keyword == "if" and not all(schema.get(name, True) in (True, {}) for name in ("then", "else")):
@@ -134,7 +134,9 @@ class SchemaReader:
                     ways, self._conditional(value, schema.get("then", True), schema.get("else", True))
                 )
             elif keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
-                for name, needed in _mapping(keyword, value).items():
+                if not isinstance(value, Mapping):
+                    raise InvalidGrammar(f"the keyword {keyword} must be an object")
+                for name, needed in value.items():
                     then = {"required": [name, *needed]} if isinstance(needed, list) else needed
                     present = self._combined([({"required": [name]},)], self._ways_of(then))
                     ways = self._combined(ways, [({"properties": {name: False}},), *present])
@@ -317,9 +319,7 @@ class SchemaReader:
         return all(self._accepts_plain(value, plain) for plain in way)
 
     def _accepts_plain(self, value: Any, plain: Mapping[str, Any]) -> bool:
-        kind = type_of(value)
-        types = plain.get("type", TYPES)
-        types = [types] if isinstance(types, str) else types
+        kind, types = type_of(value), asked_types(plain)
         if kind not in types and not (kind == "number" and "integer" in types and value % 1 == 0):
             return False
         if "const" in plain and not _equal(value, plain["const"]):
@@ -376,20 +376,24 @@ def check_plain(plain: Mapping[str, Any]) -> None:
                 json.dumps(value, allow_nan=False)
         except ValueError:
             raise InvalidGrammar(f"the keyword {keyword} has a number that is not finite") from None
-    types = plain.get("type", ())
-    for name in [types] if isinstance(types, str) else types:
+    for name in asked_types(plain):
         if name not in (*TYPES, "integer"):
             raise InvalidGrammar(f"{shortened(name)} is not a type; there are {', '.join(TYPES)} and integer")
     if not all(isinstance(name, str) for name in plain.get("required", ())):
         raise InvalidGrammar("the keyword required must list the names of properties")
 
 
+def asked_types(plain: Mapping[str, Any]) -> Sequence[str]:
+    """The types that a schema allows, as it writes them."""
+    types: str | Sequence[str] = plain.get("type", TYPES)
+    return [types] if isinstance(types, str) else types
+
+
 def types_of(way: Way) -> list[str]:
     """The types that a value may have, as in `TYPES`: an integer is a number."""
     types = list(TYPES)
     for plain in way:
-        asked = plain.get("type", TYPES)
-        asked = {"number" if name == "integer" else name for name in ([asked] if isinstance(asked, str) else asked)}
+        asked = {"number" if name == "integer" else name for name in asked_types(plain)}
         types = [name for name in types if name in asked]
     return types
 
@@ -433,39 +437,7 @@ def contains_limits(plain: Mapping[str, Any]) -> tuple[int, float]:
 
 def is_integer(way: Way) -> bool:
     """Whether a number must be an integer."""
-    asked = [plain["type"] for plain in way if "type" in plain]
-    return any("number" not in ([each] if isinstance(each, str) else each) for each in asked)
-
-
-def within(plain: Mapping[str, Any], value: float) -> bool:
-    """Whether a number satisfies the keywords for numbers."""
-    low, high = plain.get("minimum", -math.inf), plain.get("maximum", math.inf)
-    above, below = plain.get("exclusiveMinimum", -math.inf), plain.get("exclusiveMaximum", math.inf)
-    if isinstance(above, bool):  # as in draft 4
-        above = low if above else -math.inf
-    if isinstance(below, bool):
-        below = high if below else math.inf
-    divisor = plain.get("multipleOf")
-    number = exact(value)
-    return (
-        (low == -math.inf or exact(low) <= number)
-        and (high == math.inf or number <= exact(high))
-        and (above == -math.inf or exact(above) < number)
-        and (below == math.inf or number < exact(below))
-        and (not divisor or number % exact(divisor) == 0)
-    )
-
-
-def exact(number: float) -> Fraction:
-    """The value of a number as the schema writes it, without the rounding of binary numbers."""
-    return Fraction(Decimal(str(number)))
-
-
-def type_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    kinds = {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
-    return kinds.get(type(value), "object")
+    return any("number" not in asked_types(plain) for plain in way)
 
 
 @cache
@@ -512,18 +484,6 @@ def _have_value(all_values: Iterable["_Values"]) -> bool:
         if values.allowed is not None:
             allowed = values.allowed if allowed is None else allowed & values.allowed
     return bool(types) if allowed is None else any(kind in types for kind, _ in allowed - excluded)
-
-
-def _nonempty_list(keyword: str, value: Any) -> list[Any]:
-    if not isinstance(value, list) or not value:
-        raise InvalidGrammar(f"the keyword {keyword} must be a list of schemas")
-    return value
-
-
-def _mapping(keyword: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise InvalidGrammar(f"the keyword {keyword} must be an object")
-    return value
 
 
 def _seal_properties(way: Way, rest: Schema) -> Way:

@@ -6,7 +6,7 @@ The effect of an edit at a position depends on the sequence up to this position,
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor
@@ -83,15 +83,11 @@ class BoundEdits:
 
     @cached_property
     def _groups(self) -> Sequence[EditGroup]:
-        groups: list[list[BoundEdit]] = []
-        for edit in self.edits:
-            before = groups[-1][-1] if groups else edit
-            are_plain = all(each.is_uniform and each.when is None for each in (before, edit))
-            if groups and are_plain and before.positions == edit.positions:
-                groups[-1].append(edit)
-            else:
-                groups.append([edit])
-        return [EditGroup(group) for group in groups]
+        def shared(edit: BoundEdit) -> PositionSet | BoundEdit:
+            """The positions of an edit that may have a group, otherwise the edit itself."""
+            return edit.positions if edit.is_uniform and edit.when is None else edit
+
+        return [EditGroup(list(group)) for _, group in groupby(self.edits, shared)]
 
     @cached_property
     def conditions(self) -> Sequence[Condition]:

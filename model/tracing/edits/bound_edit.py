@@ -4,6 +4,7 @@ The choices of a request share its edits, which never change. An edit with a con
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 
 from model.ops.row_edits import EditSeries, RowEdit, RowEdits
+from model.ops.torch_sampling import uniforms_of
 from model.tracing.edits.conditions import Condition, ConditionState
 from model.tracing.edits.edit_tap import KeyEdit, LateEdit, PassEdit
-from model.tracing.edits.noise import normal_noise
 from model.tracing.edits.positions import PositionSet
 from model.tracing.stages import Stage
 
@@ -25,7 +26,9 @@ from model.tracing.stages import Stage
 class Noise:
     """Normal noise for one stage: for each position `num_heads` rows of `size` numbers.
 
-    Without a `size`, there is a number for each key up to the last position.
+    Without a `size`, there is a number for each key up to the last position. A number depends on the seed, the stage,
+    the position and the index alone. So the noise stays the same if a sequence is computed again, or divided into other
+    passes.
     """
 
     seed: int
@@ -40,6 +43,19 @@ class Noise:
         size = max(positions) + 1 if self.size is None else self.size
         noise = self.std * normal_noise(self.seed, stage, coordinates, size)
         return noise.view(len(positions), len(heads), size)
+
+
+def normal_noise(seed: int, stage: str, coordinates: Iterable[tuple[int, ...]], size: int) -> Tensor:
+    """Draw numbers of the standard normal distribution: (N, size) float64, a row for each of N coordinates.
+
+    A coordinate is a position, or a position and a head. Each number is computed from two uniform numbers (Box and
+    Muller 1958).
+    """
+    words = [f"{seed} {stage} {' '.join(map(str, each))}".encode() for each in coordinates]
+    digests = [hashlib.blake2b(word, digest_size=16, person=b"noise").digest() for word in words]
+    seeds = [int.from_bytes(digest[half : half + 8], "little") for half in (0, 8) for digest in digests]
+    first, second = uniforms_of(seeds, size).double().chunk(2)
+    return (-2 * first.log()).sqrt() * (2 * math.pi * second).cos()
 
 
 class MatchedRows(NamedTuple):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -316,14 +317,10 @@ def _basis(edit: Edit, field: str) -> Tensor | None:
 
 def _vectors(edit: Edit, stages: Sequence[Stage], field: str) -> dict[str, Numbers]:
     """The vector of an edit for each stage; empty if the edit has none."""
-    name, is_direction = f"{field}.vector", edit.op in ("project", "cap")
     if edit.vector is None:
         return {}
+    is_direction, names = edit.op in ("project", "cap"), [stage.name for stage in stages]
+    read = partial(read_vector, scale=edit.scale, field=f"{field}.vector", is_direction=is_direction)
     if isinstance(edit.vector, Tensor):
-        return dict.fromkeys(
-            [stage.name for stage in stages], read_vector(edit.vector, edit.scale, name, is_direction=is_direction)
-        )
-    vectors = {stage.name: edit.vector[stage.name] for stage in stages}
-    return {
-        stage: read_vector(vector, edit.scale, name, is_direction=is_direction) for stage, vector in vectors.items()
-    }
+        return dict.fromkeys(names, read(edit.vector))
+    return {name: read(edit.vector[name]) for name in names}

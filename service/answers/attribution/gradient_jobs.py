@@ -92,7 +92,7 @@ async def answer_gradients(
 
     def run() -> bytes:
         began = time.perf_counter()
-        copied = Copied(network.get(), network.adapter(question.adapter), bound)
+        copied = Copied(network.copy, network.adapter(question.adapter), bound)
         pause()
         with torch.no_grad():
             fields = job(copied)

@@ -97,7 +97,7 @@ def set_variable(name: str, value: str) -> Iterator[None]:
 
 def forget_kernels() -> None:
     """Make the next call load the kernels again, as after a change of the compiler or its flags."""
-    libraries.forget()
+    libraries._load.cache_clear()
     launch.thread_pool.cache_clear()
 
 

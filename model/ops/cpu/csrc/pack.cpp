@@ -37,11 +37,9 @@ struct Source<Float16> {
     }
 };
 
-// The upper half of each number, rounded to nearest, ties to even. Unlike the instruction of AVX512-BF16, this keeps
-// subnormal numbers, as PyTorch does. NaN stays NaN.
+// Unlike the instruction of AVX512-BF16, this keeps subnormal numbers, as PyTorch does. Any NaN stays NaN.
 inline Integers round_to_bfloat16(Floats a) {
-    const Integers bits = as_bits(a), is_odd = bits >> 16 & broadcast_integer(1);
-    return select(is_nan(a), broadcast_integer(0x7fc0), (bits + is_odd + broadcast_integer(0x7fff)) >> 16);
+    return select(is_nan(a), broadcast_integer(0x7fc0), to_bfloat16(a));
 }
 
 // The rows of a tile of 16 outputs, of which `num_rows` exist. `From` is the dtype of the checkpoint, `To` that of the
@@ -295,26 +293,16 @@ void quantize_with_minimums(const QuantizeWeightArguments<From, To>& args, long 
     });
 }
 
-template <class From, class To>
-void quantize_q4_1(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks) {
-    quantize_with_minimums<4>(args, task, num_tasks);
-}
-
-template <class From, class To>
-void quantize_q5_1(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks) {
-    quantize_with_minimums<5>(args, task, num_tasks);
-}
-
 }  // namespace
 
 EXPORT_CONSTANT(WIDTH)
 EXPORT_CONSTANT(GROUP)
 
-#define KERNELS(From, from, To, to)                                     \
-    KERNEL(pack_##from##_##to, pack_##to<From>)                         \
-    KERNEL(quantize_q8_0_##from##_##to, quantize_q8_0<From, To>)        \
-    KERNEL(quantize_q5_1_##from##_##to, quantize_q5_1<From, To>)        \
-    KERNEL(quantize_q4_1_##from##_##to, quantize_q4_1<From, To>)
+#define KERNELS(From, from, To, to)                                           \
+    KERNEL(pack_##from##_##to, pack_##to<From>)                               \
+    KERNEL(quantize_q8_0_##from##_##to, quantize_q8_0<From, To>)              \
+    KERNEL(quantize_q5_1_##from##_##to, quantize_with_minimums<5, From, To>) \
+    KERNEL(quantize_q4_1_##from##_##to, quantize_with_minimums<4, From, To>)
 
 KERNELS(float, float32, float, float32)
 KERNELS(BFloat16, bfloat16, float, float32)

@@ -13,12 +13,7 @@ constexpr float STEPS = 127.0f;             // integers are between -STEPS and S
 constexpr float SMALLEST_MAGNITUDE = 0x1p-100f;  // rows with a smaller one are zeros
 constexpr BFloat16 MISSING = 0x7fc0;        // the magnitude of rows with numbers that are not finite: NaN
 
-inline float scale_of(BFloat16 magnitude) {
-    const uint32_t bits = (uint32_t)magnitude << 16;
-    float wide;
-    std::memcpy(&wide, &bits, sizeof wide);
-    return wide * (1.0f / STEPS);
-}
+inline float scale_of(BFloat16 magnitude) { return as_float(magnitude) * (1.0f / STEPS); }
 
 // Writes D numbers, a multiple of 16.
 template <class Number>

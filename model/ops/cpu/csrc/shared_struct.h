@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <type_traits>
 
 #include "cxx_library.h"
@@ -46,10 +47,7 @@ struct Description {
         text[size++] = '0' + number % 10;
     }
     constexpr void add_line(const char* name, const char* kind, long offset) {
-        add(name);
-        add(" ");
-        add(kind);
-        add(" ");
+        for (const char* part : {name, " ", kind, " "}) add(part);
         add(offset);
         add("\n");
     }

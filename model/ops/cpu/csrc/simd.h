@@ -38,6 +38,14 @@ struct Pair {
     Pair operator<<(int bits) const { return {low << bits, high << bits}; }
 };
 
+// Defines an operation on pairs, which the operation on halves that has the same name computes.
+#define BY_HALVES(operation)                                                                             \
+    template <class Half, class... Others>                                                               \
+    inline auto operation(Pair<Half> first, Others... others) {                                          \
+        using Result = decltype(operation(first.low, others.low...));                                    \
+        return Pair<Result>{operation(first.low, others.low...), operation(first.high, others.high...)}; \
+    }
+
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #include "simd_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -48,12 +56,36 @@ struct Pair {
 #error "the CPU has neither AVX-512, nor AVX2 with FMA, nor NEON of 64 bits"
 #endif
 
+#ifndef __AVX512F__
+BY_HALVES(fma)
+BY_HALVES(max)
+BY_HALVES(min)
+BY_HALVES(abs)
+BY_HALVES(round)
+BY_HALVES(as_floats)
+BY_HALVES(as_bits)
+BY_HALVES(to_floats)
+BY_HALVES(to_integers)
+BY_HALVES(is_greater)
+BY_HALVES(is_greater_or_equal)
+BY_HALVES(is_equal)
+BY_HALVES(is_nan)
+BY_HALVES(select)
+#endif
+
 inline Integers lane_indices() {
     static constexpr uint32_t ALL[WIDTH] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return load_integers(ALL);
 }
 
 // bfloat16 is the upper half of float32.
+inline float as_float(float number) { return number; }
+inline float as_float(BFloat16 number) {
+    const uint32_t bits = (uint32_t)number << 16;
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
+}
 inline Floats load(const BFloat16* from) { return as_floats(load_uint16(from) << 16); }
 inline Floats load(const BFloat16* from, Mask mask) { return as_floats(load_uint16(from, mask) << 16); }
 
@@ -65,6 +97,13 @@ inline Floats times_power_of_two(Floats a, Floats n) {  // |n| < 200. Two factor
 }
 #endif
 
+// The upper half of each number, rounded to nearest, ties to even. NaN stays NaN if its lower 16 bits are 0, as if the
+// processor made it or it was widened from bfloat16: then the addition cannot carry into its upper half.
+inline Integers to_bfloat16(Floats a) {
+    const Integers bits = as_bits(a), is_odd = bits >> 16 & broadcast_integer(1);
+    return (bits + is_odd + broadcast_integer(0x7fff)) >> 16;
+}
+
 #ifdef __AVX512BF16__
 inline void store(BFloat16* to, Floats a) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(a)); }
 inline void store(BFloat16* to, Floats a, Mask mask) {
@@ -72,13 +111,6 @@ inline void store(BFloat16* to, Floats a, Mask mask) {
     _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(a));
 }
 #else
-// Rounds to nearest, ties to even. NaN stays NaN: here its lower 16 bits are 0, because the processor made it or it was
-// widened from bfloat16, so that the addition cannot carry into its upper half.
-inline Integers to_bfloat16(Floats a) {
-    const Integers bits = as_bits(a), is_odd = bits >> 16 & broadcast_integer(1);
-    return (bits + is_odd + broadcast_integer(0x7fff)) >> 16;
-}
-
 inline void store(BFloat16* to, Floats a) { store_uint16(to, to_bfloat16(a)); }
 inline void store(BFloat16* to, Floats a, Mask mask) { store_uint16(to, to_bfloat16(a), mask); }
 #endif

@@ -23,23 +23,25 @@ inline Integers load_integers(const void* from) {
     return {(Integers8)_mm256_loadu_si256(halves), (Integers8)_mm256_loadu_si256(halves + 1)};
 }
 
-inline Floats fma(Floats a, Floats b, Floats c) {
-    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+// Operations on half of a vector: BY_HALVES (simd.h) makes those on vectors.
+inline __m256 fma(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
+inline __m256 max(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
+inline __m256 min(__m256 a, __m256 b) { return _mm256_min_ps(a, b); }
+inline __m256 as_floats(Integers8 bits) { return (__m256)bits; }
+inline Integers8 as_bits(__m256 a) { return (Integers8)a; }
+inline __m256 abs(__m256 a) { return as_floats(as_bits(a) & 0x7fffffff); }
+inline __m256 round(__m256 a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT); }
+inline __m256 to_floats(Integers8 a) { return _mm256_cvtepi32_ps((__m256i)a); }
+inline Integers8 to_integers(__m256 a) { return (Integers8)_mm256_cvtps_epi32(a); }
+inline Mask8 is_greater(__m256 a, __m256 b) { return (Mask8)_mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+inline Mask8 is_greater_or_equal(__m256 a, __m256 b) { return (Mask8)_mm256_cmp_ps(a, b, _CMP_GE_OQ); }
+inline Mask8 is_equal(__m256 a, __m256 b) { return (Mask8)_mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
+inline Mask8 is_nan(__m256 a) { return (Mask8)_mm256_cmp_ps(a, a, _CMP_UNORD_Q); }
+inline __m256 select(Mask8 mask, __m256 a, __m256 b) { return _mm256_blendv_ps(b, a, (__m256)mask); }
+inline Integers8 select(Mask8 mask, Integers8 a, Integers8 b) {
+    return as_bits(select(mask, as_floats(a), as_floats(b)));
 }
-inline Floats max(Floats a, Floats b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
-inline Floats min(Floats a, Floats b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
-inline Floats as_floats(Integers bits) { return {(__m256)bits.low, (__m256)bits.high}; }
-inline Integers as_bits(Floats a) { return {(Integers8)a.low, (Integers8)a.high}; }
-inline Floats abs(Floats a) { return as_floats(as_bits(a) & broadcast_integer(0x7fffffff)); }
-inline Floats round(Floats a) {
-    return {_mm256_round_ps(a.low, _MM_FROUND_TO_NEAREST_INT), _mm256_round_ps(a.high, _MM_FROUND_TO_NEAREST_INT)};
-}
-inline Floats to_floats(Integers a) {
-    return {_mm256_cvtepi32_ps((__m256i)a.low), _mm256_cvtepi32_ps((__m256i)a.high)};
-}
-inline Integers to_integers(Floats a) {
-    return {(Integers8)_mm256_cvtps_epi32(a.low), (Integers8)_mm256_cvtps_epi32(a.high)};
-}
+
 template <class Reduce>
 inline auto reduce(Reduce combine, __m256 a) {  // in the same order as AVX-512's reductions
     const __m128 four = combine(_mm256_extractf128_ps(a, 1), _mm256_castps256_ps128(a));
@@ -71,24 +73,10 @@ inline Mask lanes_of(uint32_t bits) {
     return {(Mask8)_mm256_cmpeq_epi32(_mm256_and_si256(low, bit), bit),
             (Mask8)_mm256_cmpeq_epi32(_mm256_and_si256(high, bit), bit)};
 }
-template <int predicate>
-inline Mask compare(Floats a, Floats b) {
-    return {(Mask8)_mm256_cmp_ps(a.low, b.low, predicate), (Mask8)_mm256_cmp_ps(a.high, b.high, predicate)};
-}
-inline Mask is_greater(Floats a, Floats b) { return compare<_CMP_GT_OQ>(a, b); }
-inline Mask is_greater_or_equal(Floats a, Floats b) { return compare<_CMP_GE_OQ>(a, b); }
-inline Mask is_equal(Floats a, Floats b) { return compare<_CMP_EQ_OQ>(a, b); }
-inline Mask is_nan(Floats a) { return compare<_CMP_UNORD_Q>(a, a); }
 inline int to_bits(Mask mask) {
     return _mm256_movemask_ps((__m256)mask.low) | _mm256_movemask_ps((__m256)mask.high) << 8;
 }
 inline int count_lanes(Mask mask) { return _mm_popcnt_u32(to_bits(mask)); }
-inline Floats select(Mask mask, Floats a, Floats b) {
-    return {_mm256_blendv_ps(b.low, a.low, (__m256)mask.low), _mm256_blendv_ps(b.high, a.high, (__m256)mask.high)};
-}
-inline Integers select(Mask mask, Integers a, Integers b) {
-    return as_bits(select(mask, as_floats(a), as_floats(b)));
-}
 
 inline Floats load(const float* from, Mask mask) {
     check_access(from, to_bits(mask));
@@ -149,36 +137,29 @@ inline void store_float16(uint16_t* to, Floats a) {
 inline Integers8 add_byte_products(Integers8 sum, Integers8 w, Integers8 x) {
     return (Integers8)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
 }
-inline Integers add_byte_products(Integers sum, Integers w, Integers x) {
-    return {add_byte_products(sum.low, w.low, x.low), add_byte_products(sum.high, w.high, x.high)};
-}
+BY_HALVES(add_byte_products)
 #else
-template <class Operation>
-inline Integers combine_registers(Integers a, Integers b, Operation operation) {
-    return {(Integers8)operation((__m256i)a.low, (__m256i)b.low), (Integers8)operation((__m256i)a.high, (__m256i)b.high)};
-}
 // Two sums in each lane, in 16 bits: the products of the lane's unsigned bytes of w and signed bytes of x, two by two.
-inline Integers multiply_bytes(Integers w, Integers x) {
-    return combine_registers(w, x, [](__m256i a, __m256i b) { return _mm256_maddubs_epi16(a, b); });
+inline Integers8 multiply_bytes(Integers8 w, Integers8 x) {
+    return (Integers8)_mm256_maddubs_epi16((__m256i)w, (__m256i)x);
 }
-inline Integers add_halves(Integers a, Integers b) {
-    return combine_registers(a, b, [](__m256i x, __m256i y) { return _mm256_add_epi16(x, y); });
-}
+inline Integers8 add_halves(Integers8 a, Integers8 b) { return (Integers8)_mm256_add_epi16((__m256i)a, (__m256i)b); }
 // Adds both halves of a lane of `halves` to the lane of `sum`.
-inline Integers add_both_halves(Integers sum, Integers halves) {
-    return combine_registers(sum, halves, [](__m256i a, __m256i b) {
-        return _mm256_add_epi32(a, _mm256_madd_epi16(b, _mm256_set1_epi16(1)));
-    });
+inline Integers8 add_both_halves(Integers8 sum, Integers8 halves) {
+    return sum + (Integers8)_mm256_madd_epi16((__m256i)halves, _mm256_set1_epi16(1));
 }
 // Computes `a` here: otherwise GCC adds many numbers as a tree, which needs more registers than there are.
 inline void keep_order(Integers& a) { asm("" : "+x"(a.low), "+x"(a.high)); }
-inline Integers abs_bytes(Integers a) {
-    return {(Integers8)_mm256_abs_epi8((__m256i)a.low), (Integers8)_mm256_abs_epi8((__m256i)a.high)};
-}
+inline Integers8 abs_bytes(Integers8 a) { return (Integers8)_mm256_abs_epi8((__m256i)a); }
 // Each byte of x, times the sign of the byte of `sign`: 1, 0 or -1.
-inline Integers copy_byte_signs(Integers x, Integers sign) {
-    return combine_registers(x, sign, [](__m256i a, __m256i b) { return _mm256_sign_epi8(a, b); });
+inline Integers8 copy_byte_signs(Integers8 x, Integers8 sign) {
+    return (Integers8)_mm256_sign_epi8((__m256i)x, (__m256i)sign);
 }
+BY_HALVES(multiply_bytes)
+BY_HALVES(add_halves)
+BY_HALVES(add_both_halves)
+BY_HALVES(abs_bytes)
+BY_HALVES(copy_byte_signs)
 #endif
 
 // Writes the columns of a matrix of 16 rows and 16 columns, one after the other: as four matrices of 8 by 8.

@@ -39,36 +39,23 @@ inline Integers load_integers(const void* from) {
     return {{quarter(0), quarter(1)}, {quarter(2), quarter(3)}};
 }
 
-inline Floats fma(Floats a, Floats b, Floats c) {
-    return by_quarters([](auto x, auto y, auto z) { return vfmaq_f32(z, x, y); }, a, b, c);
-}
+// Operations on a quarter of a vector: BY_HALVES (simd.h) makes those on vectors.
+inline float32x4_t fma(float32x4_t a, float32x4_t b, float32x4_t c) { return vfmaq_f32(c, a, b); }
 // b if either is NaN, as x86 has it; NEON's own maximum would be NaN.
 inline float32x4_t max(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 inline float32x4_t min(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
-inline Floats max(Floats a, Floats b) {
-    return by_quarters([](auto x, auto y) { return max(x, y); }, a, b);
-}
-inline Floats min(Floats a, Floats b) {
-    return by_quarters([](auto x, auto y) { return min(x, y); }, a, b);
-}
-inline Floats abs(Floats a) {
-    return by_quarters([](auto x) { return vabsq_f32(x); }, a);
-}
-inline Floats round(Floats a) {
-    return by_quarters([](auto x) { return vrndnq_f32(x); }, a);
-}
-inline Floats as_floats(Integers bits) {
-    return by_quarters([](auto x) { return vreinterpretq_f32_u32(x); }, bits);
-}
-inline Integers as_bits(Floats a) {
-    return by_quarters([](auto x) { return vreinterpretq_u32_f32(x); }, a);
-}
-inline Floats to_floats(Integers a) {
-    return by_quarters([](auto x) { return vcvtq_f32_s32(vreinterpretq_s32_u32(x)); }, a);
-}
-inline Integers to_integers(Floats a) {
-    return by_quarters([](auto x) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(x)); }, a);
-}
+inline float32x4_t abs(float32x4_t a) { return vabsq_f32(a); }
+inline float32x4_t round(float32x4_t a) { return vrndnq_f32(a); }
+inline float32x4_t as_floats(uint32x4_t bits) { return vreinterpretq_f32_u32(bits); }
+inline uint32x4_t as_bits(float32x4_t a) { return vreinterpretq_u32_f32(a); }
+inline float32x4_t to_floats(uint32x4_t a) { return vcvtq_f32_s32(vreinterpretq_s32_u32(a)); }
+inline uint32x4_t to_integers(float32x4_t a) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(a)); }
+inline uint32x4_t is_greater(float32x4_t a, float32x4_t b) { return vcgtq_f32(a, b); }
+inline uint32x4_t is_greater_or_equal(float32x4_t a, float32x4_t b) { return vcgeq_f32(a, b); }
+inline uint32x4_t is_equal(float32x4_t a, float32x4_t b) { return vceqq_f32(a, b); }
+inline uint32x4_t is_nan(float32x4_t a) { return vmvnq_u32(vceqq_f32(a, a)); }
+inline float32x4_t select(uint32x4_t mask, float32x4_t a, float32x4_t b) { return vbslq_f32(mask, a, b); }
+inline uint32x4_t select(uint32x4_t mask, uint32x4_t a, uint32x4_t b) { return vbslq_u32(mask, a, b); }
 
 template <class Reduce>
 inline float reduce(Reduce combine, Floats a) {  // in the same order as AVX-512's reductions
@@ -100,26 +87,8 @@ inline Mask lanes_of(uint32_t bits) {
     const uint32x4_t all = vdupq_n_u32(bits);
     return by_quarters([&](auto bit) { return vtstq_u32(all, bit); }, load_integers(BIT));
 }
-inline Mask is_greater(Floats a, Floats b) {
-    return by_quarters([](auto x, auto y) { return vcgtq_f32(x, y); }, a, b);
-}
-inline Mask is_greater_or_equal(Floats a, Floats b) {
-    return by_quarters([](auto x, auto y) { return vcgeq_f32(x, y); }, a, b);
-}
-inline Mask is_equal(Floats a, Floats b) {
-    return by_quarters([](auto x, auto y) { return vceqq_f32(x, y); }, a, b);
-}
-inline Mask is_nan(Floats a) {
-    return by_quarters([](auto x) { return vmvnq_u32(vceqq_f32(x, x)); }, a);
-}
 inline int count_lanes(Mask mask) {  // a lane is 0 or -1
     return -static_cast<int32_t>(vaddvq_u32(mask.low.low + mask.low.high + mask.high.low + mask.high.high));
-}
-inline Floats select(Mask mask, Floats a, Floats b) {
-    return by_quarters([](auto which, auto x, auto y) { return vbslq_f32(which, x, y); }, mask, a, b);
-}
-inline Integers select(Mask mask, Integers a, Integers b) {
-    return by_quarters([](auto which, auto x, auto y) { return vbslq_u32(which, x, y); }, mask, a, b);
 }
 
 // Numbers of 16 bits, widened to 32 bits: unsigned integers, and float16 numbers.
@@ -195,34 +164,31 @@ inline void store_int8(int8_t* to, Integers a, Mask mask) {
 
 // Adds to each lane of `sum` the four products of the lane's bytes of w and signed bytes of x, of which none is -128.
 // The bytes of w are unsigned with i8mm, and signed without.
-inline Integers add_byte_products(Integers sum, Integers w, Integers x) {
-    return by_quarters(
-        [](auto total, auto a, auto b) {
-            const int32x4_t to = vreinterpretq_s32_u32(total);
-            const int8x16_t second = vreinterpretq_s8_u32(b);
+inline uint32x4_t add_byte_products(uint32x4_t sum, uint32x4_t w, uint32x4_t x) {
+    const int32x4_t to = vreinterpretq_s32_u32(sum);
+    const int8x16_t second = vreinterpretq_s8_u32(x);
 #ifdef __ARM_FEATURE_MATMUL_INT8
-            return vreinterpretq_u32_s32(vusdotq_s32(to, vreinterpretq_u8_u32(a), second));
+    return vreinterpretq_u32_s32(vusdotq_s32(to, vreinterpretq_u8_u32(w), second));
 #else
-            const int8x16_t first = vreinterpretq_s8_u32(a);
+    const int8x16_t first = vreinterpretq_s8_u32(w);
 #ifdef __ARM_FEATURE_DOTPROD
-            return vreinterpretq_u32_s32(vdotq_s32(to, first, second));
+    return vreinterpretq_u32_s32(vdotq_s32(to, first, second));
 #else  // two products fit in 16 bits
-            const int16x8_t low = vmull_s8(vget_low_s8(first), vget_low_s8(second));
-            return vreinterpretq_u32_s32(vpadalq_s16(to, vpaddq_s16(low, vmull_high_s8(first, second))));
+    const int16x8_t low = vmull_s8(vget_low_s8(first), vget_low_s8(second));
+    return vreinterpretq_u32_s32(vpadalq_s16(to, vpaddq_s16(low, vmull_high_s8(first, second))));
 #endif
 #endif
-        },
-        sum, w, x);
 }
+BY_HALVES(add_byte_products)
 
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
 #define HAS_PAIR_PRODUCTS
 
 // Adds to each lane of `sum` both products of the lane's pairs of bfloat16 numbers.
-inline Floats add_pair_products(Floats sum, Integers a, Integers b) {
-    const auto pairs = [](uint32x4_t x) { return vreinterpretq_bf16_u32(x); };
-    return by_quarters([&](auto total, auto x, auto y) { return vbfdotq_f32(total, pairs(x), pairs(y)); }, sum, a, b);
+inline float32x4_t add_pair_products(float32x4_t sum, uint32x4_t a, uint32x4_t b) {
+    return vbfdotq_f32(sum, vreinterpretq_bf16_u32(a), vreinterpretq_bf16_u32(b));
 }
+BY_HALVES(add_pair_products)
 // The first 16 numbers of 16 bits; the others are 0.
 inline Integers load_lower_half(const void* from) {
     const uint16_t* const numbers = (const uint16_t*)from;

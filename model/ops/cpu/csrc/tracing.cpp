@@ -9,14 +9,6 @@ namespace {
 
 constexpr long SPAN = 16 * WIDTH;  // numbers whose maximum is kept, so that the next largest is found in one span
 
-float as_float(float number) { return number; }
-float as_float(BFloat16 number) {
-    const uint32_t bits = (uint32_t)number << 16;
-    float result;
-    std::memcpy(&result, &bits, sizeof result);
-    return result;
-}
-
 // A number of a row. NaN comes first, then larger values; of equal numbers, and of several NaN, the smaller index.
 struct Place {
     float value;
@@ -77,11 +69,8 @@ void top(const TopArguments<Number>& args, long task, long num_tasks) {
                 if (best[span].index >= 0 && (chosen < 0 || best[span].precedes(best[chosen]))) chosen = span;
             const long begin = chosen * SPAN, end = std::min(begin + SPAN, size);
             // Numbers of this span that are taken already precede its best number.
-            Place found = {INFINITY, -1};
-            for (long i = begin; i < end && found.index < 0; i++) {
-                const Place place = {as_float(x[i]), i};
-                if (i >= best[chosen].index && place.equals(best[chosen])) found = place;
-            }
+            Place found = best[chosen];
+            while (!found.equals({as_float(x[found.index]), found.index})) found.index++;
             args.values[row * count + j] = as_float(x[found.index]);
             args.indices[row * count + j] = found.index;
             best[chosen] = find_next(x, begin, end, found);
