@@ -1,6 +1,6 @@
 """The operations that a network, a sampler and a trace need, as three interfaces, and the backend that bundles them.
 
-`torch_ops.py` implements them with PyTorch, `cpu/` with our own kernels. A network receives its backend when it is
+`torch_ops.py` implements them with PyTorch, `cpu/` and `gpu/` with our own kernels. A network receives its backend when it is
 built.
 """
 

@@ -274,12 +274,12 @@ JOINING = ("words", "bytes, but no fallback", "bytes, and no unknown token", "on
 
 @pytest.mark.parametrize("name", [*EXISTING, *(name for name in BUILT if name not in JOINING)])
 def test_a_text_that_is_refused_unread_has_too_many_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With pieces of a few words; in use, they have 65,536 characters, so that far fewer words are cut.
+    """With pieces of a few sentences; in use, they have 65,536 characters, so that far fewer words are cut.
 
     A token of many spaces is many tokens where it is cut, so pieces have many such tokens there, too.
     """
     has_spaces = name == "byte fallback with a raw added token"
-    monkeypatch.setattr("model.text.tokenizer.PIECE_CHARACTERS", 1024 if has_spaces else 64)
+    monkeypatch.setattr("model.text.tokenizer.PIECE_CHARACTERS", 1024 if has_spaces else 256)
     tokenizer = load(name)
     num_refused = 0
 

@@ -1,4 +1,4 @@
-"""Constants that the C++ code in `csrc` declares, too, by the same names.
+"""Constants that the C++ code in `csrc` declares, too, by the names in `CONSTANTS`.
 
 `shared_layout.py` compares both sides when a library is loaded.
 """

@@ -2,7 +2,8 @@
 // activations, and writing keys and values to the cache.
 //
 // Tensors are rows of numbers. Each result is computed in float32 and rounded once to the dtype of the tensor. A task
-// has some of the rows (`add` and `activate`: some of the vectors). A row is computed from its own numbers, in an order that its length decides, so no bit of it depends on the other rows.
+// has some of the rows (where each number is computed from numbers at its own place: some of the vectors). A row is
+// computed from its own numbers, in an order that its length decides, so no bit of it depends on the other rows.
 
 #include <cmath>
 

@@ -1,7 +1,8 @@
 // Statistics of logits and of stages: the distribution and the maximum of each row, and summaries of tensors.
 //
-// Each result is computed in float32. A task has some of the rows (`moments`: some of the chunks). A row is computed from
-// its own numbers, in an order that its length decides, so no bit of it depends on the other rows.
+// Each result is computed in float32, and summaries of many numbers in float64. A task has some of the rows (`moments`:
+// some of the chunks). A row is computed from its own numbers, in an order that its length decides, so no bit of it
+// depends on the other rows.
 
 #include <cmath>
 
