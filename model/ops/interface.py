@@ -1,7 +1,7 @@
 """The operations that a network, a sampler and a trace need, as three interfaces, and the backend that bundles them.
 
-`torch_ops.py` implements them with PyTorch, `cpu/` and `gpu/` with our own kernels. A network receives its backend when it is
-built.
+`torch_ops.py` implements them with PyTorch, `cpu/` and `gpu/` with our own kernels. A network receives its backend when
+it is built.
 """
 
 from collections.abc import Sequence
