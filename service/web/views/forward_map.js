@@ -235,9 +235,9 @@ export class ForwardMap extends HTMLElement {
       { class: "layer", dataset: { layer } },
       el(
         "div",
-        { class: "layer-head" },
+        { class: "row layer-head" },
         el("h3", {}, button, el("span", { class: "faint" }, ` ${names.length} stages`)),
-        el("p", { class: "stream-length" }),
+        el("p", { class: "row stream-length" }),
       ),
       map,
     );
