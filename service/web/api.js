@@ -211,7 +211,8 @@ export async function* postStream(path, body, signal) {
 const ARRAYS = {
   float64: (buffer) => new Float64Array(buffer),
   float32: (buffer) => new Float32Array(buffer),
-  bfloat16: widen,
+  // the upper half of float32
+  bfloat16: (buffer) => new Float32Array(Uint32Array.from(new Uint16Array(buffer), (bits) => bits << 16).buffer),
   float16: halves,
   uint8: (buffer) => new Uint8Array(buffer),
   int64: (buffer) => Array.from(new BigInt64Array(buffer), Number),
@@ -248,14 +249,6 @@ export function encode(numbers) {
   const bytes = new Uint8Array(numbers.buffer, numbers.byteOffset, numbers.byteLength);
   const text = Array.from(bytes, (byte) => String.fromCharCode(byte)).join("");
   return { data: btoa(text), dtype: "float32", shape: [numbers.length] };
-}
-
-/**
- * bfloat16 is the upper half of float32.
- * @param {ArrayBuffer} buffer
- */
-function widen(buffer) {
-  return new Float32Array(Uint32Array.from(new Uint16Array(buffer), (bits) => bits << 16).buffer);
 }
 
 /** @param {ArrayBuffer} buffer */

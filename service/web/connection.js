@@ -17,6 +17,12 @@ export function isAway(error) {
   return error.status === 0 || (error.status === 503 && ["loading", "draining"].includes(error.code ?? ""));
 }
 
+/** The status with which the service answers whether it is ready; 0 if it does not answer. */
+export async function readyStatus() {
+  const response = await fetch("./ready").catch(() => null);
+  return response?.status ?? 0;
+}
+
 /** Shows a banner while the service is away. `resume` is called when the service is ready again. */
 export class Connection {
   #banner;
@@ -54,10 +60,7 @@ export class Connection {
 
   async #ask() {
     const timer = this.#timer;
-    const status = await fetch("./ready").then(
-      (response) => response.status,
-      () => 0,
-    );
+    const status = await readyStatus();
     if (timer !== this.#timer) return; // another wait has begun, or the service was found meanwhile
     if (status === 200) {
       this.found();

@@ -175,10 +175,8 @@ export class ExportBar extends HTMLElement {
   async #copy(code) {
     this.#code.textContent = code;
     this.#code.hidden = false;
-    const isCopied = await navigator.clipboard?.writeText(code).then(
-      () => true,
-      () => false,
-    );
+    const copying = navigator.clipboard?.writeText(code).then(() => true);
+    const isCopied = await copying?.catch(() => false);
     this.#said.textContent = isCopied ? "Copied." : "The browser does not let this page copy. Copy the text below.";
   }
 

@@ -4,7 +4,7 @@ import { moveQuery, readState, writeState } from "./address.js";
 import { keyDialog } from "./api_key.js";
 import { architectureOf, isWorkedExample } from "./articles.js";
 import { ApiError, getJson, isAbort, onKeyNeeded } from "./api.js";
-import { Connection, isAway } from "./connection.js";
+import { Connection, isAway, readyStatus } from "./connection.js";
 import { around, el, find, findAll, onSubmit } from "./dom.js";
 import { showEditsNote } from "./edits_note.js";
 import { forget } from "./passes.js";
@@ -132,7 +132,7 @@ async function load(name) {
   if (!entry) throw new Error(`There is no view “${name}”. Choose one of the menu.`);
   const path = `./views/${entry.module ?? entry.name}.js`;
   const module = await import(path).catch(async (error) => {
-    if ((await fetch("./ready").catch(() => null)) !== null) throw error; // the service answers: the file is wrong
+    if ((await readyStatus()) > 0) throw error; // the service answers: the file is wrong
     isIncomplete = true;
     throw new ApiError(0, "The service does not answer.");
   });
@@ -315,17 +315,15 @@ function fillForm(View, state) {
   promptChanged();
 }
 
-/** The prompt box grows with its text, up to six lines (page.css). Browsers without `field-sizing` need `rows`. */
+/**
+ * Say whether the prompt in the box is another one than the prompt that is shown. The box grows with its text, up to
+ * six lines (page.css). Browsers without `field-sizing` need `rows`.
+ */
 function promptChanged() {
   const { value, clientWidth } = byId("prompt");
   const perLine = Math.max(20, clientWidth / LETTER_PIXELS);
   byId("prompt").rows = value.split("\n").reduce((rows, line) => rows + Math.ceil((line.length + 1) / perLine), 0);
-  showDraft();
-}
-
-/** Say whether the prompt in the box is another one than the prompt that is shown. */
-function showDraft() {
-  byId("draft").hidden = byId("input").hidden || shownPrompt === null || byId("prompt").value === shownPrompt;
+  byId("draft").hidden = byId("input").hidden || shownPrompt === null || value === shownPrompt;
 }
 
 /**
@@ -367,18 +365,14 @@ async function refreshExport(signal) {
   byId("to-export").hidden = exportBar.hidden;
 }
 
-/** While the model loads, the service answers, but does not say yet what it will serve. */
-async function checkReady() {
-  const response = await fetch("./ready").catch(() => null);
-  if (response === null) throw new ApiError(0, "The service does not answer.");
-  if (!response.ok) throw new ApiError(503, "The model is loading.", null, "loading");
-}
-
 /** Read what is served, fill the form, and show the state of the address. */
 async function start() {
   setPageState("busy");
   try {
-    await checkReady();
+    const status = await readyStatus();
+    if (status === 0) throw new ApiError(0, "The service does not answer.");
+    // while the model loads, the service answers, but does not say yet what it will serve
+    if (status !== 200) throw new ApiError(503, "The model is loading.", null, "loading");
     service.models = (await getJson("/models")).models;
     service.model = service.models.some((model) => model.kind === "checkpoint") ? await getJson("/model") : null;
   } catch (error) {

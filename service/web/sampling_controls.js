@@ -9,6 +9,9 @@ import { term } from "./terms.js";
  * @typedef {{ name: Name, max: number, step: number, off: number, excludes?: boolean }} Setting
  * @typedef {Record<Name, string>} Texts the texts of the boxes
  * @typedef {{ box: HTMLInputElement, slider: HTMLInputElement, sign: () => void }} Control
+ * @typedef {{
+ *   said: string, before?: string, onInput?: (values: Texts) => unknown, onChange?: (values: Texts) => unknown,
+ * }} Options
  */
 
 /** @type {Setting[]} */
@@ -54,17 +57,10 @@ export class SamplingControls {
   /** @type {Map<Name, Control>} */
   #boxes = new Map();
 
-  /**
-   * @param {{
-   *   said: string, before?: string, onInput?: (values: Texts) => unknown, onChange?: (values: Texts) => unknown,
-   * }} options
-   */
-  constructor({ said, before = "", onInput = () => {}, onChange = () => {} }) {
-    this.element = el(
-      "div",
-      { class: "row sliders", role: "group", "aria-label": said },
-      SAMPLING.map((one) => this.#control(one, { said, before }, onInput, onChange)),
-    );
+  /** @param {Options} options */
+  constructor(options) {
+    const controls = SAMPLING.map((one) => this.#control(one, options));
+    this.element = el("div", { class: "row sliders", role: "group", "aria-label": options.said }, controls);
   }
 
   get values() {
@@ -82,13 +78,11 @@ export class SamplingControls {
 
   /**
    * @param {Setting} setting
-   * @param {{ said: string, before: string }} words
-   * @param {(values: Texts) => unknown} onInput
-   * @param {(values: Texts) => unknown} onChange
+   * @param {Options} options
    */
-  #control(setting, words, onInput, onChange) {
+  #control(setting, options) {
     const { name, max, step } = setting;
-    const said = `${name.replace("_", "-")}, ${words.said}`;
+    const said = `${name.replace("_", "-")}, ${options.said}`;
     const slider = el("input", { type: "range", min: 0, max, step, "aria-label": said });
     const box = el("input", { type: "number", min: 0, step: "any", "aria-label": `${said}, as a number` });
     const off = el("span", { class: "off" });
@@ -97,15 +91,15 @@ export class SamplingControls {
     const copy = (/** @type {HTMLInputElement} */ from, /** @type {HTMLInputElement} */ to) => () => {
       to.value = from.value;
       sign();
-      onInput(this.values);
+      options.onInput?.(this.values);
     };
     slider.addEventListener("input", copy(slider, box));
     box.addEventListener("input", copy(box, slider));
-    for (const control of [slider, box]) control.addEventListener("change", () => onChange(this.values));
+    for (const control of [slider, box]) control.addEventListener("change", () => options.onChange?.(this.values));
     return el(
       "span",
       { class: "slider" },
-      el("span", {}, words.before, term(name)),
+      el("span", {}, options.before, term(name)),
       slider,
       box,
       setting.excludes ? off : "",

@@ -13,7 +13,9 @@ export function distribution(logits, { temperature = 1, topK = 0, topP = 1 } = {
     const best = logits.indexOf(largest);
     return Float64Array.from(logits, (_, index) => (index === best ? 1 : 0));
   }
-  const weights = Float64Array.from(logits, (logit) => weightOf(logit, largest, temperature));
+  const weights = Float64Array.from(logits, (logit) =>
+    logit === null || !Number.isFinite(logit) ? 0 : Math.exp((logit - largest) / temperature),
+  );
   const least = threshold(normalize(weights), topK, topP);
   return normalize(weights.map((weight) => (weight < least ? 0 : weight)));
 }
@@ -23,16 +25,6 @@ function largestOf(logits) {
   let largest = -Infinity;
   for (const logit of logits) if (logit !== null && Number.isFinite(logit) && logit > largest) largest = logit;
   return largest;
-}
-
-/**
- * @param {number | null} logit
- * @param {number} largest
- * @param {number} temperature
- */
-function weightOf(logit, largest, temperature) {
-  if (logit === null || !Number.isFinite(logit)) return 0;
-  return Math.exp((logit - largest) / temperature);
 }
 
 /**

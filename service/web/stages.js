@@ -78,11 +78,6 @@ function sumAfterLayer(a) {
 }
 
 /** @type {Formula} */
-function embeddingFormula(a) {
-  return `the row of the token in the embedding table${factor(a.embedding_scale)}`;
-}
-
-/** @type {Formula} */
 function expertWeights(a) {
   const scaled = a.normalize_expert_weights ? ", scaled so that their sum is 1" : "";
   return `softmax of the router's numbers, of which the largest ${a.num_experts_per_token}${scaled}`;
@@ -111,12 +106,19 @@ const outputOf = (branch) => (a) =>
   `${branch}${a.norm_placement === "both" || a.norm_placement === "output" ? ", normalized" : ""}` +
   `${factor(a.residual_scale)}`;
 
+/** What an adapter adds. @type {(what: string) => Entry} */
+const addedTo = (what) => [`Adapter: ${what}`, "adapter", () => `what the adapter adds to the ${what}`];
+
 /**
  * Stage (without its block) → [name, term of the glossary or null, formula].
  * @type {Record<string, Entry | undefined>}
  */
 const PARTS = {
-  embed: ["Token embeddings", "embedding", embeddingFormula],
+  embed: [
+    "Token embeddings",
+    "embedding",
+    (a) => `the row of the token in the embedding table${factor(a.embedding_scale)}`,
+  ],
   pos_embed: [
     "Position embeddings",
     "position",
@@ -129,9 +131,9 @@ const PARTS = {
   "attn.q": ["Queries", "query", (a) => `${attentionInput(a)} × W_q${bias(a.qkv_bias)}`],
   "attn.k": ["Keys", "key", (a) => `${attentionInput(a)} × W_k${bias(a.qkv_bias)}`],
   "attn.v": ["Values", "value", (a) => `${attentionInput(a)} × W_v${bias(a.qkv_bias)}`],
-  "attn.lora_q": ["Adapter: queries", "adapter", () => "what the adapter adds to the queries"],
-  "attn.lora_k": ["Adapter: keys", "adapter", () => "what the adapter adds to the keys"],
-  "attn.lora_v": ["Adapter: values", "adapter", () => "what the adapter adds to the values"],
+  "attn.lora_q": addedTo("queries"),
+  "attn.lora_k": addedTo("keys"),
+  "attn.lora_v": addedTo("values"),
   "attn.rot_q": ["Rotated queries", "rotary", (a) => rotation(a, "query")],
   "attn.rot_k": ["Rotated keys", "rotary", (a) => rotation(a, "key")],
   "attn.scores": ["Scores", "score", scoreFormula],
@@ -146,19 +148,11 @@ const PARTS = {
     "z",
     () => "for each query, the sum over all keys of weight × value",
   ],
-  "attn.lora_out": [
-    "Adapter: output of attention",
-    "adapter",
-    () => "what the adapter adds to the output of attention",
-  ],
+  "attn.lora_out": addedTo("output of attention"),
   attn_out: ["Attention output", "attention_output", outputOf("results of all heads × W_o")],
   resid_mid: ["Stream after attention", "residual", () => "stream that entered + attention output"],
-  "mlp.lora_pre": [
-    "Adapter: input of the activation",
-    "adapter",
-    () => "what the adapter adds to the input of the activation",
-  ],
-  "mlp.lora_pre_linear": ["Adapter: up projection", "adapter", () => "what the adapter adds to the up projection"],
+  "mlp.lora_pre": addedTo("input of the activation"),
+  "mlp.lora_pre_linear": addedTo("up projection"),
   "mlp.pre": [
     (a) => (a.gated ? "Gate" : "Input of the activation"),
     "activation",

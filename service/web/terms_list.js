@@ -24,50 +24,50 @@ export const ARTICLES = {
 };
 
 /**
- * `article`: the name of the article that explains the term, or null if none does. `also`: the other names and symbols
- * of the term, which the search finds, too.
+ * `also`: the other names and symbols of the term, which the search finds, too. `article`: the name of the article that
+ * explains the term, or null if none does.
  * @param {string} label
  * @param {string} text
- * @param {keyof typeof ARTICLES | null} article
  * @param {string[]} also
+ * @param {keyof typeof ARTICLES | null} article
  */
-function entry(label, text, article = null, also = []) {
-  return { label, text, article: article && ARTICLES[article], also };
+function entry(label, text, also = [], article = null) {
+  return { label, text, also, article: article && ARTICLES[article] };
 }
 
 /** @typedef {keyof typeof TERMS} TermId */
 
-/** id → {label, text, article, also}. `article` is {title, address}, or null. */
+/** id → {label, text, also, article}. `article` is {title, address}, or null. */
 export const TERMS = {
   token: entry(
     "token",
     "A piece of text that the network reads as one unit: a word, a part of a word, or a punctuation mark. Each " +
       "token has a number, its id, in the vocabulary.",
-    "journey",
     ["subword", "word piece"],
+    "journey",
   ),
   embedding: entry(
     "embedding",
     "The list of numbers (a vector) that stands for a token when it enters the network. The network learned one " +
       "for each token of the vocabulary. All of them together are the embedding table, W_E or wte.",
-    "journey",
     ["token embedding", "word embedding"],
+    "journey",
   ),
   position: entry(
     "position",
     "The place of a token in the text, counted from 0. Attention alone does not know the order of the tokens, so " +
       "each network has a way to tell it the positions. One way is to add a position embedding (positional " +
       "encoding, W_pos or wpe) to each token embedding.",
-    "journey",
     ["index of a token"],
+    "journey",
   ),
   residual: entry(
     "residual stream",
     "The vector of a token on its way through the layers. Attention and the feed-forward network do not replace " +
       "this vector: each adds its output to it. Each such addition is called a residual connection or skip " +
       "connection. In the names of stages, the stream is resid_pre, resid_mid and resid_post.",
-    "modern",
     ["hidden state"],
+    "modern",
   ),
   norm: entry(
     "norm",
@@ -75,90 +75,90 @@ export const TERMS = {
       "layer. It then multiplies by learned factors. LayerNorm first subtracts the mean of the numbers, and divides " +
       "by their standard deviation. RMSNorm only divides by their root mean square. In the names of stages, the " +
       "norms are ln1, ln2 and ln_final.",
-    "modern",
     ["normalization", "layer norm"],
+    "modern",
   ),
   query: entry(
     "query",
     "A vector that says what a token looks for in the tokens before it. It is compared with the keys of these " +
       "tokens. The matrix W_q computes it.",
-    "forward",
     ["Q"],
+    "forward",
   ),
   key: entry(
     "key",
     "A vector that says what a token has to offer. The better a key fits a query, the more attention its token " +
       "gets. The matrix W_k computes it.",
-    "forward",
     ["K"],
+    "forward",
   ),
   value: entry(
     "value",
     "The vector that a token hands over to the tokens that attend to it. The matrix W_v computes it.",
-    "forward",
     ["V"],
+    "forward",
   ),
   score: entry(
     "attention score",
     "How well a query fits a key: the dot product of the two vectors, usually divided by the square root of their " +
       "length.",
-    "forward",
     ["attention logit", "QK score", "raw attention"],
+    "forward",
   ),
   mask: entry(
     "causal mask",
     "The rule that a token must not look at the tokens after it. The scores of these pairs become minus infinity, " +
       "so their weights become 0. Attention with this rule is called causal or masked attention.",
-    "forward",
     ["look-ahead mask"],
+    "forward",
   ),
   softmax: entry(
     "softmax",
     "A function that turns any numbers into positive ones that add up to 1. The largest number gets the largest share.",
-    "journey",
     ["normalized exponential function"],
+    "journey",
   ),
   pattern: entry(
     "attention pattern",
     "The weights with which a token takes information from each token before it, and from itself. The weights of " +
       "a token add up to 1.",
-    "forward",
     ["attention weights", "attention map", "attention matrix", "attention probabilities"],
+    "forward",
   ),
   z: entry(
     "z",
     "What a head found: the values of all tokens that a token attends to, each multiplied by its weight, and added up.",
-    "forward",
     ["head output", "mixed values", "context vector"],
+    "forward",
   ),
   attention_output: entry(
     "attention output",
     "The results of all heads, joined and multiplied by a matrix, W_o or o_proj. This vector is added to the " +
       "residual stream.",
-    "journey",
     ["attn_out", "output projection"],
+    "journey",
   ),
   feed_forward: entry(
     "feed-forward network",
     "The second half of a layer. It works on each token separately: it makes the vector wider, applies a curved " +
       "function, and makes the vector narrow again.",
-    "journey",
     ["MLP", "FFN", "feedforward", "multilayer perceptron", "mlp_out"],
+    "journey",
   ),
   logit: entry(
     "logit",
     "One number for each token of the vocabulary: the higher it is, the more likely the network thinks that this " +
       "token comes next. Logits are not yet probabilities; softmax turns them into probabilities. The unembedding " +
       "computes them from the last vector of a token.",
-    "loss",
     ["output score"],
+    "loss",
   ),
   probability: entry(
     "probability",
     "How likely a token is to come next, according to the network. The probabilities of all tokens of the " +
       "vocabulary add up to 100 %.",
-    "loss",
     ["likelihood"],
+    "loss",
   ),
   nat: entry(
     "nat",
@@ -169,101 +169,95 @@ export const TERMS = {
     "loss",
     "A number for how wrong a prediction was: −ln of the probability of the token that really came next. 0 means " +
       "that the network was certain and right.",
-    "loss",
     ["negative log-likelihood", "NLL", "surprisal"],
+    "loss",
   ),
   perplexity: entry(
     "perplexity",
     "The loss in another form: e to the power of the mean loss. A perplexity of 20 means that the network was as " +
       "unsure as if it chose among 20 equally likely tokens.",
-    "loss",
     ["PPL"],
+    "loss",
   ),
   cross_entropy: entry(
     "cross-entropy",
     "The name of this loss: the mean of −ln p, where p is the probability that the network gave to each correct token.",
-    "loss",
     ["log loss", "CE"],
+    "loss",
   ),
   kv_cache: entry(
     "key-value cache",
     "The stored keys and values of all tokens so far. A new token needs them, and because they never change, the " +
       "network does not compute them again.",
-    "modern",
     ["KV cache", "past key values"],
+    "modern",
   ),
   temperature: entry(
     "temperature",
     "The logits are divided by this number before softmax. Below 1, likely tokens become more likely; above 1, " +
       "the choice becomes more random. At 0, the most likely token is always chosen.",
-    "modern",
     ["softmax temperature"],
+    "modern",
   ),
   top_k: entry(
     "top-k",
     "Only the k most likely tokens can be chosen, and their probabilities are scaled up to 100 %. 0 switches this off.",
-    "modern",
     ["top-k sampling"],
+    "modern",
   ),
   top_p: entry(
     "top-p",
     "Only the most likely tokens can be chosen: as few as are needed to reach this probability together. 1 " +
       "switches this off.",
-    null,
     ["nucleus sampling"],
   ),
   seed: entry(
     "seed",
     "A number that decides all random choices. The same seed with the same settings gives the same text again.",
-    null,
     ["random seed"],
   ),
   greedy: entry(
     "greedy",
     "To choose the most likely token at each step. Nothing is random, so the text is always the same.",
-    "modern",
     ["greedy decoding", "argmax"],
+    "modern",
   ),
   head: entry(
     "head",
     "One of several attention mechanisms that work side by side in a layer. Each has queries, keys and values of " +
       "its own, and can look for something else. All heads of a layer together are called multi-head attention " +
       "(MHA). L4 H2 is head 2 of layer 4.",
-    "forward",
     ["attention head"],
+    "forward",
   ),
   layer: entry(
     "layer",
     "One block of the network: attention, then a feed-forward network. All layers have the same parts, but " +
       "weights of their own. Counted from 0: L0 is the first.",
-    "gpt",
     ["block", "transformer block", "decoder layer"],
+    "gpt",
   ),
   logit_lens: entry(
     "logit lens",
     "A way to read the middle of the network: take the vector after a layer, skip the layers that remain, and " +
       "compute logits from it as if it were the last one, with the last norm and the unembedding.",
-    null,
     ["early exit", "early decoding"],
   ),
   ablation: entry(
     "ablation",
     "To switch off a part of the network, for example by setting its output to zero, and to see what the network " +
       "can no longer do. Zero ablation sets numbers to 0, and mean ablation sets them to their mean.",
-    null,
     ["knock-out"],
   ),
   patching: entry(
     "patching",
     "To put numbers from the pass over one text into the pass over another. If the answer changes with them, they " +
       "carried the information that makes the difference.",
-    null,
     ["activation patching", "causal tracing", "interchange intervention"],
   ),
   attribution: entry(
     "attribution",
     "How much each part of the network contributed to a result, such as the logit of a token.",
-    null,
     ["direct logit attribution", "DLA", "contribution"],
   ),
   expert: entry(
@@ -274,15 +268,15 @@ export const TERMS = {
   gain: entry(
     "gain",
     "The learned factors of a norm, one for each number of the vector. The norm multiplies by them at its end.",
-    "modern",
     ["gamma", "weight of a norm"],
+    "modern",
   ),
   silu: entry(
     "SiLU",
     "The curved function of many feed-forward networks: x ÷ (1 + e^−x). It keeps large positive numbers, and " +
       "brings negative ones near 0.",
-    "modern",
     ["Swish"],
+    "modern",
   ),
   std: entry(
     "standard deviation (std)",
@@ -293,7 +287,6 @@ export const TERMS = {
     "number format (dtype)",
     "How a number is stored. float32 (fp32) has 32 bits and about 7 decimal digits; float16 (fp16) has 16 bits " +
       "and about 3 digits; bfloat16 (bf16) has 16 bits and 2 to 3 digits, but the range of float32.",
-    null,
     ["precision"],
   ),
   quantization: entry(
@@ -301,7 +294,6 @@ export const TERMS = {
     "To store weights with fewer bits, such as 4 or 8 (int4, int8), so that they need less memory and are read " +
       "faster. The numbers that are computed from them keep the number format of the model. GGUF files usually hold " +
       "quantized weights.",
-    null,
     ["compressed weights"],
   ),
   rotary: entry(
@@ -309,49 +301,45 @@ export const TERMS = {
     "A way to tell attention the positions: queries and keys are rotated by an angle that grows with the " +
       "position. Their dot product then depends on how far the tokens are apart. In the names of stages, the " +
       "rotated vectors are rot_q and rot_k.",
-    "modern",
     ["RoPE", "rotary position embedding"],
+    "modern",
   ),
   attention: entry(
     "attention",
     "The first half of a layer, in which tokens exchange information. Each token compares its query with the keys " +
       "of other tokens, and takes most from the values of those that fit best.",
-    "forward",
     ["self-attention", "attention mechanism"],
+    "forward",
   ),
   shared_heads: entry(
     "shared key-value heads",
     "Several query heads can read the same keys and values. The key-value cache is then smaller. If all query " +
       "heads share a single key-value head, this is multi-query attention (MQA).",
-    null,
     ["grouped-query attention", "GQA"],
   ),
   window: entry(
     "sliding window",
     "A limit of attention: a token looks only at a fixed number of tokens, itself and those right before it.",
-    null,
     ["sliding-window attention", "local attention", "SWA"],
   ),
   induction: entry(
     "induction head",
     "A head that repeats what came before. It looks for an earlier copy of the present token, and attends to the " +
       "token that came directly after that copy.",
-    null,
     ["copying head"],
   ),
   activation: entry(
     "activation function",
     "The curved function inside a feed-forward network. Without a curve, all layers together could only compute " +
       "sums. ReLU turns negative numbers into 0. GELU and SiLU do this smoothly.",
-    "journey",
     ["nonlinearity"],
+    "journey",
   ),
   gate: entry(
     "gated feed-forward network",
     "A feed-forward network with two inner vectors, the gate and the up projection. The activation function is " +
       "applied to the gate, and the result is multiplied by the up projection. The matrices are W_gate and W_up. " +
       "With SiLU, this is called SwiGLU, with GELU, GeGLU.",
-    null,
     ["GLU"],
   ),
   unembedding: entry(
@@ -359,27 +347,23 @@ export const TERMS = {
     "The matrix that turns the last vector of a token into logits. It has one vector for each token of the " +
       "vocabulary, and each logit is a dot product with one of them. In many networks it is the embedding table, " +
       "used a second time (tied embeddings).",
-    null,
     ["W_U", "W_head", "lm_head", "language model head", "output embedding", "tied embeddings"],
   ),
   tokenizer: entry(
     "tokenizer",
     "The program that cuts a text into tokens and looks up their ids. Each network has its own. Byte-pair " +
       "encoding (BPE) and SentencePiece are common kinds.",
-    null,
     ["tokenization"],
   ),
   vocabulary: entry(
     "vocabulary",
     "The list of all tokens that a network knows. Its length is the number of logits at each position.",
-    null,
     ["vocab", "d_vocab"],
   ),
   width: entry(
     "width",
     "How many numbers a vector has. d_model is the width of the residual stream, d_head that of queries, keys and " +
       "values of one head, and d_mlp that inside the feed-forward network.",
-    null,
     ["hidden size", "dimension"],
   ),
   weight: entry(
@@ -387,48 +371,40 @@ export const TERMS = {
     "A number that the network learned in training, and that stays the same for every text. Most weights are in " +
       "matrices, whose names begin with W, such as W_q. The weights of an attention pattern are something else: " +
       "they are computed anew for each text.",
-    null,
     ["parameter"],
   ),
-  bias: entry(
-    "bias",
-    "A learned vector that is added after the multiplication by a matrix. Many networks have none.",
-    null,
-    ["offset"],
-  ),
+  bias: entry("bias", "A learned vector that is added after the multiplication by a matrix. Many networks have none.", [
+    "offset",
+  ]),
   length: entry(
     "length of a vector",
     "The root of the sum of the squares of its numbers. A long vector in the residual stream has a strong effect " +
       "on later layers, until a norm brings it to a standard size.",
-    null,
     ["L2 norm", "magnitude"],
   ),
   forward_pass: entry(
     "forward pass",
     "One computation of the network, from the tokens of a text to the logits after each of them. Generation needs " +
       "one forward pass for each new token.",
-    "forward",
     ["inference"],
+    "forward",
   ),
   prefill: entry(
     "prefill and decode",
     "The two parts of a generation. Prefill computes all tokens of the prompt at once. Decode then computes one " +
       "token at a time, and reads everything earlier from the key-value cache.",
-    null,
     ["prompt processing"],
   ),
   steering: entry(
     "steering",
     "To add a vector to the residual stream during the pass, so that the text moves in the direction of this " +
       "vector. The vector is called a steering vector or control vector.",
-    null,
     ["activation addition", "activation steering"],
   ),
   intervention: entry(
     "intervention",
     "A change of numbers in the middle of the forward pass. Everything that comes after is computed from the " +
       "changed numbers. The page calls one such change an edit.",
-    null,
     ["edit"],
   ),
   adapter: entry(
@@ -440,14 +416,12 @@ export const TERMS = {
     "capping",
     "A limit for scores or logits in some networks: limit × tanh(number ÷ limit). Small numbers hardly change, " +
       "and no number gets beyond the limit.",
-    null,
     ["softcap", "soft capping", "logit softcapping"],
   ),
   chat_template: entry(
     "chat template",
     "The form in which a network was trained to read a conversation. It puts special tokens around each message, " +
       "which say who wrote it.",
-    null,
     ["prompt template", "instruct format"],
   ),
 };

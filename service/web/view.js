@@ -31,6 +31,11 @@
  */
 
 /**
+ * @template State
+ * @typedef {(state: State, signal: AbortSignal) => Promise<void>} Update
+ */
+
+/**
  * The model and the prompt of a state, as requests take them.
  * @param {Pick<ViewState, "model" | "prompt">} state
  * @returns {{ model?: string, prompt: Prompt }}

@@ -35,7 +35,7 @@ type Emits<Element extends HTMLElement, Details> = {
     listener: (event: CustomEvent<Details[Name]>) => unknown,
   ): void;
 } & Element;
-type Cell = { row: number; column: number; value: number | null };
+type Cell = { row: number; column: number };
 type Head = { layer: number; head: number };
 
 declare global {

@@ -52,8 +52,8 @@ export class AttentionArcs extends DrawnElement {
   }
 
   #draw() {
-    const { labels, weights, query } = this.#shown;
-    const places = placesIn(this.clientWidth || 700, labels, weights, query);
+    const { weights, query } = this.#shown;
+    const places = placesIn(this.clientWidth || 700, this.#shown);
     const [{ upright }] = places;
     const width = Math.ceil(endOf(places));
     const from = places.find(({ position }) => position === query)?.x ?? 0; // the query is always drawn
@@ -63,7 +63,7 @@ export class AttentionArcs extends DrawnElement {
     const arcs = ends.map(({ position, x }) =>
       arc(from, x, weights[position] / strongest, weights[position], farthest),
     );
-    const tokens = places.map((place) => this.#token(place, labels, weights, query));
+    const tokens = places.map((place) => this.#token(place));
     const height = HEIGHT + (upright ? upright + 58 : 48);
     const picture = svg(
       "svg",
@@ -82,7 +82,7 @@ export class AttentionArcs extends DrawnElement {
       tokens,
     );
     picture.addEventListener("keydown", (event) => this.#press(event));
-    const said = sayLeftOut(places, weights, query);
+    const said = sayLeftOut(places, this.#shown);
     const hadFocus = this.contains(document.activeElement);
     const box = this.querySelector(".scroll") ?? document.createElement("div");
     box.className = "scroll";
@@ -95,13 +95,9 @@ export class AttentionArcs extends DrawnElement {
     if (hadFocus) picture.focus({ preventScroll: true });
   }
 
-  /**
-   * @param {Place} place
-   * @param {string[]} labels
-   * @param {Float32Array} weights
-   * @param {number} query
-   */
-  #token({ position, x, width, gap, upright }, labels, weights, query) {
+  /** @param {Place} place */
+  #token({ position, x, width, gap, upright }) {
+    const { labels, weights, query } = this.#shown;
     const isQuery = position === query;
     const look = { fill: "currentColor", "font-weight": isQuery ? 700 : 400 };
     /** @type {(y: number, content: string, size?: number, more?: object) => SVGElement} */
@@ -161,20 +157,18 @@ export class AttentionArcs extends DrawnElement {
  * Where each token stands that is drawn. `x`: its centre; `gap`: pixels before it in which tokens are left out, or 0;
  * `upright`: the height of the longest token if they are written from top to bottom, or 0.
  * @param {number} room
- * @param {string[]} labels
- * @param {Float32Array} weights
- * @param {number} query
+ * @param {Shown} shown
  * @returns {Place[]}
  */
-function placesIn(room, labels, weights, query) {
-  const all = Array.from(weights, (_, position) => position);
-  const listed = drawn(weights, query, ALL, ALL / 2);
+function placesIn(room, shown) {
+  const { labels } = shown;
+  const listed = drawn(shown, ALL, ALL / 2);
   if (endOf(line(labels, listed)) <= room) return spread(room, labels, listed, FLAT);
   const [fitting, strongest] = [UPRIGHT.least, UPRIGHT.least + UPRIGHT.gap].map((size) =>
     Math.max(2, Math.floor((room - 20) / size)),
   );
-  const positions = drawn(weights, query, Math.min(ALL, fitting), Math.min(ALL / 2, strongest - 1));
-  const gaps = positions.length < all.length ? positions.length * UPRIGHT.gap : 0;
+  const positions = drawn(shown, Math.min(ALL, fitting), Math.min(ALL / 2, strongest - 1));
+  const gaps = positions.length < labels.length ? positions.length * UPRIGHT.gap : 0;
   const width = Math.min(UPRIGHT.most, Math.max(UPRIGHT.least, Math.floor((room - 20 - gaps) / positions.length)));
   const upright = LETTER * Math.max(...positions.map((position) => cut(labels[position], LETTERS).length));
   return spread(room, labels, positions, { left: 10, size: () => width, space: 0, hole: UPRIGHT.gap, upright });
@@ -204,12 +198,11 @@ function spread(room, labels, positions, arrangement) {
 
 /**
  * The positions to draw: all up to a number of them, or else the query and some with the largest weights.
- * @param {Float32Array} weights
- * @param {number} query
+ * @param {Shown} shown
  * @param {number} most
  * @param {number} numStrongest
  */
-function drawn(weights, query, most, numStrongest) {
+function drawn({ weights, query }, most, numStrongest) {
   const all = Array.from(weights, (_, position) => position);
   if (all.length <= most) return all;
   const strongest = all.filter((position) => position !== query).sort((a, b) => weights[b] - weights[a]);
@@ -219,10 +212,9 @@ function drawn(weights, query, most, numStrongest) {
 /**
  * Which tokens and arcs a picture leaves out.
  * @param {Place[]} places
- * @param {Float32Array} weights
- * @param {number} query
+ * @param {Shown} shown
  */
-function sayLeftOut(places, weights, query) {
+function sayLeftOut(places, { weights, query }) {
   const arcs = `Arcs: all weights of at least ${percent(LEAST)}; a loop is the weight on the token itself.`;
   if (places.length === weights.length) return arcs;
   const others = places.map(({ position }) => position).filter((position) => position !== query);

@@ -3,7 +3,7 @@
 import { el } from "../dom.js";
 import { percent, shown } from "../format.js";
 import { legendBar } from "./colours.js";
-import { scrollRegion } from "./tables.js";
+import { columnHeading, scrollRegion, table } from "./tables.js";
 
 /**
  * @import { Prediction } from "../answers.js"
@@ -26,31 +26,23 @@ export function barTable({ caption, columns: [first, ...others], rows }) {
   const scale = { low, size: high - low || 1 };
   const longest =
     low === 0 && high > 0 && high < 1 ? `${caption.endsWith(".") ? "" : "."} The longest bar is ${percent(high)}.` : "";
-  const heading = (/** @type {string} */ name) => el("th", { scope: "col" }, name);
-  const head = el("tr", {}, heading(first), el("td", {}), others.map(heading));
-  const body = rows.map(({ cells: [name, ...cells], shares, mark }) =>
-    el(
-      "tr",
-      { class: mark && "marked" },
-      el("th", { scope: "row" }, name),
-      barCell(
-        shares.map((share) => share ?? 0),
-        scale,
-      ),
-      cells.map((cell) => el("td", {}, cell)),
-    ),
-  );
-  const table = el("table", { class: "bars", "aria-label": caption }, el("thead", {}, head), el("tbody", {}, body));
-  return el("div", {}, el("p", { class: "faint" }, caption, longest), scrollRegion(caption, table));
+  const head = el("tr", {}, columnHeading(first), el("td"), others.map(columnHeading));
+  const body = rows.map(({ cells: [name, ...cells], shares, mark }) => {
+    const texts = cells.map((cell) => el("td", {}, cell));
+    return el("tr", { class: mark && "marked" }, el("th", { scope: "row" }, name), barCell(shares, scale), texts);
+  });
+  const bars = table({ class: "bars", "aria-label": caption }, { head, rows: body });
+  return el("div", {}, el("p", { class: "faint" }, caption, longest), scrollRegion(caption, bars));
 }
 
 /**
- * @param {number[]} shares
+ * @param {(number | null)[]} shares
  * @param {{ low: number, size: number }} scale
  */
 function barCell(shares, { low, size }) {
-  const place = (/** @type {number} */ value) => `${(100 * (value - low)) / size}%`;
-  const bars = shares.map((share, index) => {
+  const place = (/** @type {number} */ share) => `${(100 * (share - low)) / size}%`;
+  const bars = shares.map((value, index) => {
+    const share = value ?? 0;
     const kind = `bar${index < shares.length - 1 ? " thin" : ""}${share < 0 ? " negative" : ""}`;
     return el("span", {
       class: kind,

@@ -17,12 +17,12 @@ const CELL = { width: 84, height: 36, heading: 150 }; // pixels, of the picture 
  * }} GridCell
  * @typedef {{ label: string, title: string, mark: boolean }} Column
  * @typedef {{ label: string, title: string, cells: GridCell[] }} Row
- * @typedef {{ label: string, corner: string, columns: Column[], rows: Row[] }} Grid
+ * @typedef {{ label: string, columns: Column[], rows: Row[] }} Grid
  * @typedef {{ row: number, column: number }} Place
  */
 
 /**
- * <cell-grid>. `show({label, corner, columns, rows})` draws it. `select(row, column)` marks a cell. Event "choose" with
+ * <cell-grid>. `show({label, columns, rows})` draws it. `select({row, column})` marks a cell. Event "choose" with
  * {row, column}.
  */
 export class CellGrid extends DrawnElement {
@@ -46,41 +46,32 @@ export class CellGrid extends DrawnElement {
     const hadFocus = this.contains(document.activeElement);
     const heading = (/** @type {Column} */ { label, title, mark }) =>
       el("th", { scope: "col", title, class: mark ? "is-marked" : null }, el("span", {}, label));
-    const head = el("thead", {}, el("tr", {}, el("th", { scope: "col" }, shown.corner), shown.columns.map(heading)));
-    this.#body = el(
-      "tbody",
-      {},
-      shown.rows.map((row, index) =>
-        el(
-          "tr",
-          {},
-          el("th", { scope: "row", title: row.title }, row.label),
-          row.cells.map((cell, column) => this.#cell(cell, index, column)),
-        ),
-      ),
-    );
+    const head = el("thead", {}, el("tr", {}, el("th", { scope: "col" }), shown.columns.map(heading)));
+    const rows = shown.rows.map(({ label, title, cells }, row) => {
+      const content = cells.map((cell, column) => this.#cell(cell, { row, column }));
+      return el("tr", {}, el("th", { scope: "row", title }, label), content);
+    });
+    this.#body = el("tbody", {}, rows);
     this.#table = el("table", { role: "grid", "aria-label": shown.label }, head, this.#body);
     this.#table.addEventListener("keydown", (event) => this.#press(event));
     this.#table.addEventListener("click", (event) => this.#choose(around(event, "td")));
     this.#box.replaceChildren(this.#table);
     this.redraw();
-    this.select(Math.min(this.#at.row, shown.rows.length - 1), Math.min(this.#at.column, shown.columns.length - 1));
+    const { row, column } = this.#at;
+    this.select({ row: Math.min(row, shown.rows.length - 1), column: Math.min(column, shown.columns.length - 1) });
     this.resized();
     if (hadFocus) this.#cellOf(this.#at).focus({ preventScroll: true });
   }
 
-  /**
-   * @param {number} row
-   * @param {number} column
-   */
-  select(row, column) {
+  /** @param {Place} place */
+  select(place) {
     for (const cell of this.#body.querySelectorAll("[aria-selected=true]")) cell.setAttribute("aria-selected", "false");
     for (const cell of findAll(this.#body, "[tabindex='0']")) cell.tabIndex = -1;
-    this.#at = { row, column };
-    const cell = this.#cellOf(this.#at);
+    this.#at = place;
+    const cell = this.#cellOf(place);
     cell.setAttribute("aria-selected", "true");
     cell.tabIndex = 0;
-    this.#reveal(column);
+    this.#reveal(place.column);
   }
 
   /** How many columns can be seen at once. */
@@ -140,23 +131,12 @@ export class CellGrid extends DrawnElement {
 
   /**
    * @param {GridCell} cell
-   * @param {number} row
-   * @param {number} column
+   * @param {Place} place
    */
-  #cell({ text, small, strong, isChanged, says }, row, column) {
-    return el(
-      "td",
-      {
-        role: "gridcell",
-        tabindex: "-1",
-        "aria-selected": "false",
-        title: says,
-        class: [strong && "is-strong", isChanged && "is-changed"].filter(Boolean).join(" "),
-        dataset: { row, column },
-      },
-      el("span", {}, text),
-      el("small", {}, small),
-    );
+  #cell({ text, small, strong, isChanged, says }, place) {
+    const kinds = [strong && "is-strong", isChanged && "is-changed"].filter(Boolean).join(" ");
+    const look = { role: "gridcell", tabindex: "-1", "aria-selected": "false", title: says, class: kinds };
+    return el("td", { ...look, dataset: place }, el("span", {}, text), el("small", {}, small));
   }
 
   /** Colours, which depend on the theme. */

@@ -2,7 +2,7 @@
 
 import { actionButton, el } from "../dom.js";
 import { number } from "../format.js";
-import { bodyRow, headRow, scrollRegion } from "./tables.js";
+import { bodyRow, headRow, scrollRegion, table } from "./tables.js";
 
 /**
  * @typedef {string | number | null | undefined} Cell
@@ -26,22 +26,15 @@ export function dataTable(read, label = "Show as a table") {
   const draw = () => {
     const { columns, rows, caption } = read();
     const [corner, ...names] = columns;
-    const [fromRow, fromColumn] = [Math.min(place.row, rows.length - 1), Math.min(place.column, names.length - 1)].map(
-      (x) => Math.max(x, 0),
-    );
+    const fromRow = Math.max(0, Math.min(place.row, rows.length - 1));
+    const fromColumn = Math.max(0, Math.min(place.column, names.length - 1));
     const some = rows.slice(fromRow, fromRow + PAGE_ROWS);
     const head = headRow([corner, ...names.slice(fromColumn, fromColumn + PAGE_COLUMNS)]);
     const body = some.map(([name, ...cells]) => {
       const seen = cells.slice(fromColumn, fromColumn + PAGE_COLUMNS);
-      return bodyRow(
-        String(name),
-        seen.map((cell) => (typeof cell === "number" ? number(cell) : cell)),
-      );
+      const texts = seen.map((cell) => (typeof cell === "number" ? number(cell) : cell));
+      return bodyRow(String(name), texts);
     });
-    const table = scrollRegion(
-      caption,
-      el("table", {}, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, body)),
-    );
     const pages = /** @type {const} */ ([
       ["row", { from: fromRow, size: PAGE_ROWS, total: rows.length }],
       ["column", { from: fromColumn, size: PAGE_COLUMNS, total: names.length }],
@@ -52,7 +45,7 @@ export function dataTable(read, label = "Show as a table") {
       };
       return page.total > page.size ? el("p", {}, pager(`${axis}s`, page, go)) : "";
     });
-    box.replaceChildren(summary, ...pages, table);
+    box.replaceChildren(summary, ...pages, scrollRegion(caption, table({}, { caption, head, rows: body })));
   };
   box.addEventListener("toggle", () => box.open && draw());
   return Object.assign(box, { refresh: () => box.open && draw() });

@@ -16,7 +16,7 @@ import { placeAfter } from "./grid_keys.js";
  *   values: Values, rows: number, columns: number, rowLabels: string[], columnLabels: string[],
  *   rowName: string, columnName: string, valueName: string,
  * }} Data
- * @typedef {{ scale: Scale, mark: [row: number, column: number][], missing: string }} Look
+ * @typedef {{ scale: Scale, missing: string }} Look
  * @typedef {{ row: number, column: number }} Place
  */
 
@@ -35,10 +35,9 @@ const SLANT = Math.PI / 3; // the angle of the labels of columns
  * - `rowLabels`, `columnLabels`: a text for each row and column
  * - `rowName`, `columnName`, `valueName`: the names of the axes and of the value, such as "position"
  * - `scale`: {map, low, high} of colours.js, and `ends`, two texts for the legend; default: from the values
- * - `mark`: a list of [row, column] that get a frame
  * - `missing`: what a number that is not finite is called; default: "masked"
- * Events: "cell", with detail {row, column, value} (or null), when the pointer or the keyboard moves to a cell;
- * "choose", when a cell is clicked or Enter is pressed.
+ * Events: "cell", with detail {row, column} (or null), when the pointer or the keyboard moves to a cell; "choose", when
+ * a cell is clicked or Enter is pressed.
  */
 export class HeatMap extends DrawnElement {
   /** @type {Data & Look} */
@@ -61,7 +60,7 @@ export class HeatMap extends DrawnElement {
 
   /** @param {Data & Partial<Look>} data */
   set data(data) {
-    this.#data = { mark: [], scale: scaleOf(data.values), missing: "masked", ...data };
+    this.#data = { scale: scaleOf(data.values), missing: "masked", ...data };
     this.#at = this.#kept = null;
     this.#labels = { rows: widest(data.rowLabels), columns: widest(data.columnLabels) };
     if (this.isConnected) this.#draw();
@@ -96,7 +95,8 @@ export class HeatMap extends DrawnElement {
     this.#frame.hidden = !isShown;
     if (!isShown) return;
     const { left, top, width, height } = this.#layout;
-    enclose(this.#frame, left, top + row * height, this.#data.columns * width, Math.max(3, height));
+    const wide = this.#data.columns * width;
+    enclose(this.#frame, { left, top: top + row * height, width: wide, height: Math.max(3, height) });
   }
 
   /** Frame the cell whose value is shown, and write the value below it, or above it in the lower half. */
@@ -105,7 +105,7 @@ export class HeatMap extends DrawnElement {
     if (this.#at === null) return;
     const { left, top, width, height } = this.#layout;
     const [x, y] = [left + this.#at.column * width, top + this.#at.row * height];
-    enclose(this.#cell, x, y, width, height);
+    enclose(this.#cell, { left: x, top: y, width, height });
     this.#tip.textContent = this.#value.textContent;
     const isLow = this.#at.row >= this.#data.rows / 2;
     const from = this.#box.offsetTop + y + (isLow ? -6 - this.#tip.offsetHeight : height + 6);
@@ -143,24 +143,12 @@ export class HeatMap extends DrawnElement {
   }
 
   #draw() {
-    const { rows, columns, values, scale, mark } = this.#data;
+    const { rows, columns, values, scale } = this.#data;
     const { left, top, width, height, slant } = this.#layout;
-    const ratio = devicePixelRatio || 1;
-    const [w, h] = [
-      Math.ceil(left + columns * width + 4 + Math.max(0, slant - width / 2)),
-      Math.ceil(top + rows * height + 4),
-    ];
-    this.canvas.width = w * ratio;
-    this.canvas.height = h * ratio;
-    Object.assign(this.canvas.style, { width: `${w}px`, height: `${h}px` });
-    const context = context2d(this.canvas);
-    context.scale(ratio, ratio);
-    context.imageSmoothingEnabled = false;
+    const right = left + columns * width + 4 + Math.max(0, slant - width / 2);
+    const context = cleared(this.canvas, right, top + rows * height + 4);
     context.drawImage(cells(values, rows, columns, scale), left, top, columns * width, rows * height);
     this.#drawLabels(context);
-    context.strokeStyle = context.fillStyle;
-    context.lineWidth = 2;
-    for (const [row, column] of mark) context.strokeRect(left + column * width, top + row * height, width, height);
     this.canvas.setAttribute("aria-label", this.#describe());
     this.#placeFrame();
     this.#showValue();
@@ -174,7 +162,6 @@ export class HeatMap extends DrawnElement {
     const { left, top, width, height, isLong } = this.#layout;
     context.fillStyle = getComputedStyle(this).color;
     context.font = FONT;
-    context.textBaseline = "middle";
     const every = (/** @type {number} */ size) => Math.max(1, Math.ceil((LABEL_PIXELS + 1) / size));
     for (let row = 0; row < rows; row += every(height))
       context.fillText(cut(rowLabels[row], LETTERS), 2, top + (row + 0.5) * height, left - 6);
@@ -207,7 +194,7 @@ export class HeatMap extends DrawnElement {
     if (shown?.row === this.#at?.row && shown?.column === this.#at?.column && cell) return;
     this.#at = shown;
     this.#showValue();
-    emit(this, "cell", cell && { ...cell, value: this.#valueOf(cell) });
+    emit(this, "cell", cell);
   }
 
   /**
@@ -218,19 +205,14 @@ export class HeatMap extends DrawnElement {
     if (!cell) return;
     this.#at = this.#kept = cell;
     this.#showValue();
-    this.#choose(cell);
-  }
-
-  /** @param {Place} cell */
-  #choose(cell) {
-    emit(this, "choose", { ...cell, value: this.#valueOf(cell) });
+    emit(this, "choose", cell);
   }
 
   /** @param {KeyboardEvent} event */
   #press(event) {
     const { row, column } = this.#at ?? { row: 0, column: 0 };
     const place = placeAfter(event.key, row, column, this.#data.columns);
-    if (event.key === "Enter" && this.#at) return this.#choose(this.#at);
+    if (event.key === "Enter" && this.#at) return emit(this, "choose", this.#at);
     if (!place) return undefined;
     event.preventDefault();
     const [nextRow, nextColumn] = this.#at ? place : [0, 0];
@@ -291,14 +273,29 @@ export class HeatMap extends DrawnElement {
 /**
  * Put a frame around a part of the picture.
  * @param {HTMLElement} frame
- * @param {number} left
- * @param {number} top
+ * @param {{ left: number, top: number, width: number, height: number }} part
+ */
+function enclose({ style }, { left, top, width, height }) {
+  const [w, h] = [width + 4, height + 4].map((size) => `${size}px`);
+  Object.assign(style, { left: `${left - 2}px`, top: `${top - 2}px`, width: w, height: h });
+}
+
+/**
+ * A canvas of a size in pixels of the page, to draw on.
+ * @param {HTMLCanvasElement} canvas
  * @param {number} width
  * @param {number} height
  */
-function enclose({ style }, left, top, width, height) {
-  const [w, h] = [width + 4, height + 4].map((size) => `${size}px`);
-  Object.assign(style, { left: `${left - 2}px`, top: `${top - 2}px`, width: w, height: h });
+export function cleared(canvas, width, height) {
+  const ratio = devicePixelRatio || 1;
+  const [w, h] = [Math.ceil(width), Math.ceil(height)];
+  Object.assign(canvas, { width: w * ratio, height: h * ratio });
+  Object.assign(canvas.style, { width: `${w}px`, height: `${h}px` });
+  const context = context2d(canvas);
+  context.scale(ratio, ratio);
+  context.imageSmoothingEnabled = false;
+  context.textBaseline = "middle";
+  return context;
 }
 
 /**

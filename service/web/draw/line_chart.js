@@ -12,22 +12,18 @@ const DASHES = ["none", "6 4", "2 3"]; // lines differ by more than their colour
  * <line-chart>. `series`: the names of the lines. `show(lines)`: for each, points {x, y}; x is in seconds, 0 is now.
  */
 export class LineChart extends HTMLElement {
-  #label;
-  #seconds;
-  #series;
+  #chart;
   #picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", class: "line-chart", "font-size": 12 });
 
   /** @param {{ label: string, seconds: number, series: string[] }} chart */
-  constructor({ label, seconds, series }) {
+  constructor(chart) {
     super();
-    this.#label = label;
-    this.#seconds = seconds;
-    this.#series = series;
+    this.#chart = chart;
   }
 
   connectedCallback() {
     if (this.childElementCount > 0) return;
-    const key = this.#series.map((name, index) =>
+    const key = this.#chart.series.map((name, index) =>
       el(
         "span",
         { class: "row" },
@@ -48,21 +44,22 @@ export class LineChart extends HTMLElement {
 
   /** @param {Point[][]} lines */
   show(lines) {
+    const { label, seconds: shown, series } = this.#chart;
     const highest = rounded(Math.max(1, ...lines.flat().map(({ y }) => y)));
     const [x, y] = [
-      (/** @type {number} */ seconds) => LEFT + (WIDTH - LEFT - 4) * (1 + seconds / this.#seconds),
+      (/** @type {number} */ seconds) => LEFT + (WIDTH - LEFT - 4) * (1 + seconds / shown),
       (/** @type {number} */ value) => HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * (value / highest),
     ];
     const grid = [0, highest / 2, highest].map((value) => [
       svg("path", { d: `M ${LEFT} ${y(value)} H ${WIDTH - 4}`, stroke: "currentColor", "stroke-width": 0.3 }),
       text(LEFT - 6, y(value) + 4, value.toLocaleString("en"), "end"),
     ]);
-    const times = [-this.#seconds, -this.#seconds / 2, 0].map((seconds) =>
+    const times = [-shown, -shown / 2, 0].map((seconds) =>
       text(
         x(seconds),
         HEIGHT - 6,
         seconds === 0 ? "now" : `${-seconds} s ago`,
-        seconds === 0 ? "end" : seconds === -this.#seconds ? "start" : "middle",
+        seconds === 0 ? "end" : seconds === -shown ? "start" : "middle",
       ),
     );
     const paths = lines.map((points, index) =>
@@ -74,8 +71,8 @@ export class LineChart extends HTMLElement {
       ),
     );
     this.#picture.replaceChildren(...grid.flat(), ...times, ...paths);
-    const newest = lines.map((points, index) => `${this.#series[index]} ${number(points.at(-1)?.y)}`).join(", ");
-    this.#picture.setAttribute("aria-label", `${this.#label}. Now: ${newest}.`);
+    const newest = lines.map((points, index) => `${series[index]} ${number(points.at(-1)?.y)}`).join(", ");
+    this.#picture.setAttribute("aria-label", `${label}. Now: ${newest}.`);
   }
 }
 

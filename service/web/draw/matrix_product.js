@@ -6,7 +6,7 @@ import { legendBar, scaleOf } from "./colours.js";
 import { dataTable } from "./data_table.js";
 import { DrawnElement } from "./drawn_element.js";
 import { placeAfter } from "./grid_keys.js";
-import { LETTERS, cells, widest } from "./heat_map.js";
+import { LETTERS, cells, cleared, widest } from "./heat_map.js";
 
 /**
  * @import { Numbers } from "../api.js"
@@ -18,6 +18,9 @@ import { LETTERS, cells, widest } from "./heat_map.js";
  *   bias: Values | null, isPart: boolean, chosen: number | null, hint: string,
  * }} Product
  * @typedef {{ row: number | null, column: number | null }} Place
+ * @typedef {{
+ *   context: CanvasRenderingContext2D, layout: Layout, row: number | null, terms: number[],
+ * }} Painting `row`: the one whose products are shown, and `terms` its products
  * @typedef {{
  *   left: number, top: number, width: number, height: number, matrixTop: number, termsTop: number, right: number,
  *   output: number, resultWidth: number, wholeWidth: number, wholeHeight: number,
@@ -47,24 +50,6 @@ export function steadyScale(values) {
   const sizes = numbers.map(Math.abs).sort((a, b) => a - b);
   const high = sizes[Math.floor(PERCENTILE * (sizes.length - 1))];
   return scaleOf(numbers.map((value) => Math.min(high, Math.max(-high, value))));
-}
-
-/**
- * A canvas of a size in pixels of the page, to draw on.
- * @param {HTMLCanvasElement} canvas
- * @param {number} width
- * @param {number} height
- */
-function cleared(canvas, width, height) {
-  const ratio = devicePixelRatio || 1;
-  const [w, h] = [Math.ceil(width), Math.ceil(height)];
-  Object.assign(canvas, { width: w * ratio, height: h * ratio });
-  Object.assign(canvas.style, { width: `${w}px`, height: `${h}px` });
-  const context = context2d(canvas);
-  context.scale(ratio, ratio);
-  context.imageSmoothingEnabled = false;
-  context.textBaseline = "middle";
-  return context;
 }
 
 /**
@@ -197,14 +182,15 @@ export class MatrixProduct extends DrawnElement {
     const layout = this.#layout;
     const row = this.#row;
     const terms = row === null ? [] : this.#termsOf(row);
-    const context = cleared(this.#canvas, layout.wholeWidth, layout.wholeHeight);
-    this.#drawMatrix(context, layout, row, terms);
-    if (this.#isSmall) this.#drawWords(context, layout, row);
+    const painting = { context: cleared(this.#canvas, layout.wholeWidth, layout.wholeHeight), layout, row, terms };
+    this.#drawMatrix(painting);
+    if (this.#isSmall) this.#drawWords(painting);
     else {
-      this.#drawLabels(context, layout, row);
-      this.#drawResult(cleared(this.#result, layout.resultWidth, layout.wholeHeight), layout, row, terms);
+      this.#drawLabels(painting);
+      const beside = cleared(this.#result, layout.resultWidth, layout.wholeHeight);
+      this.#drawResult({ ...painting, context: beside });
     }
-    this.#say(row, terms);
+    this.#say(painting);
   }
 
   get #colours() {
@@ -212,13 +198,9 @@ export class MatrixProduct extends DrawnElement {
     return { text: style.color, chosen: style.getPropertyValue("--path") };
   }
 
-  /**
-   * @param {CanvasRenderingContext2D} context
-   * @param {Layout} layout
-   * @param {number | null} row
-   * @param {number[]} terms
-   */
-  #drawMatrix(context, { left, top, width, height, matrixTop, termsTop, right }, row, terms) {
+  /** @param {Painting} painting */
+  #drawMatrix({ context, layout, row, terms }) {
+    const { left, top, width, height, matrixTop, termsTop, right } = layout;
     const { values, rows, columns, input, scale, inputScale } = this.#data;
     const { text, chosen } = this.#colours;
     const strip = (/** @type {HTMLCanvasElement} */ pixels, /** @type {number} */ y, /** @type {number} */ tall) =>
@@ -238,12 +220,8 @@ export class MatrixProduct extends DrawnElement {
     if (column !== null) context.strokeRect(left + column * width - 1, top - 1, width + 2, termsTop + STRIP + 2 - top);
   }
 
-  /**
-   * @param {CanvasRenderingContext2D} context
-   * @param {Layout} layout
-   * @param {number | null} row
-   */
-  #drawLabels(context, { left, top, width, height, matrixTop, termsTop }, row) {
+  /** @param {Painting} painting */
+  #drawLabels({ context, layout: { left, top, width, height, matrixTop, termsTop }, row }) {
     const { rows, columns, rowLabels, columnLabels, inputName, rowName } = this.#data;
     context.font = FONT;
     context.fillStyle = this.#colours.text;
@@ -258,14 +236,8 @@ export class MatrixProduct extends DrawnElement {
       context.fillText(columnLabels[column], left + (column + 0.5) * width, matrixTop - LINE / 2);
   }
 
-  /**
-   * The bias, the result, and the sum of the products of the row.
-   * @param {CanvasRenderingContext2D} context
-   * @param {Layout} layout
-   * @param {number | null} row
-   * @param {number[]} terms
-   */
-  #drawResult(context, { height, matrixTop, termsTop, output: left }, row, terms) {
+  /** The bias, the result, and the sum of the products of the row. @param {Painting} painting */
+  #drawResult({ context, layout: { height, matrixTop, termsTop, output: left }, row, terms }) {
     const { rows, output, outputScale, outputName, bias, isPart } = this.#data;
     const { text, chosen } = this.#colours;
     context.drawImage(cells(output, rows, 1, outputScale), left, matrixTop, STRIP, rows * height);
@@ -288,13 +260,8 @@ export class MatrixProduct extends DrawnElement {
     context.fillText(isPart ? `here ${sum}` : `Σ ${sum}${bias ? " + bias" : ""}`, GAP, termsTop + STRIP / 2);
   }
 
-  /**
-   * The words of a small picture, and its result.
-   * @param {CanvasRenderingContext2D} context
-   * @param {Layout} layout
-   * @param {number | null} row
-   */
-  #drawWords(context, { top, matrixTop, termsTop, right, wholeHeight }, row) {
+  /** The words of a small picture, and its result. @param {Painting} painting */
+  #drawWords({ context, layout: { top, matrixTop, termsTop, right, wholeHeight }, row }) {
     const { text, chosen } = this.#colours;
     context.font = SMALL_FONT;
     context.fillStyle = text;
@@ -307,11 +274,8 @@ export class MatrixProduct extends DrawnElement {
     context.fillText(`${this.#data.inputName} = ${number(this.#data.output[row ?? 0])}`, right, wholeHeight - LINE / 2);
   }
 
-  /**
-   * @param {number | null} row
-   * @param {number[]} terms
-   */
-  #say(row, terms) {
+  /** @param {Painting} painting */
+  #say({ row, terms }) {
     const { values, columns, input, output, rowLabels, columnLabels, rowName, columnName, outputName } = this.#data;
     const { row: at, column } = this.#at;
     const result = row === null ? "" : `${rowName} ${rowLabels[row]}: ${outputName} ${number(output[row])}`;

@@ -85,19 +85,15 @@ export class PatternGrid extends DrawnElement {
    */
   setRow(layer, patterns) {
     this.#patterns.set(layer, patterns);
-    for (let head = 0; head < this.#heads; head++) this.#drawCell(layer, head);
+    for (let head = 0; head < this.#heads; head++) this.#drawCell({ layer, head });
   }
 
-  /**
-   * Mark a head, without an event.
-   * @param {number} layer
-   * @param {number} head
-   */
-  mark(layer, head) {
+  /** Mark a head, without an event. @param {Place} place */
+  mark(place) {
     const before = this.#cellOf(this.#chosen);
     before?.setAttribute("aria-selected", "false");
     if (before) before.tabIndex = -1;
-    this.#chosen = { layer, head };
+    this.#chosen = place;
     const cell = this.#cellOf(this.#chosen);
     cell?.setAttribute("aria-selected", "true");
     if (cell) cell.tabIndex = 0;
@@ -151,7 +147,7 @@ export class PatternGrid extends DrawnElement {
     const pixels = Math.round(Math.max(SMALL, Math.min(LARGE, ROOM / this.#layers, width)));
     this.style.setProperty("--cell", `${pixels}px`);
     this.#cells = Array.from({ length: this.#layers }, (_, layer) =>
-      Array.from({ length: this.#heads }, (_, head) => this.#cell(layer, head)),
+      Array.from({ length: this.#heads }, (_, head) => this.#cell({ layer, head })),
     );
     const names = Array.from({ length: this.#heads }, (_, head) => el("span", { role: "columnheader" }, `H${head}`));
     const rows = this.#cells.map((cells, layer) =>
@@ -172,28 +168,17 @@ export class PatternGrid extends DrawnElement {
     grid.addEventListener("pointerleave", () => this.#point(null));
     grid.addEventListener("focusin", (event) => this.#point(around(event, "[role=gridcell]")));
     this.replaceChildren(el("div", { class: "scroll" }, grid));
-    this.mark(Math.min(this.#chosen.layer, this.#layers - 1), Math.min(this.#chosen.head, this.#heads - 1));
+    const { layer, head } = this.#chosen;
+    this.mark({ layer: Math.min(layer, this.#layers - 1), head: Math.min(head, this.#heads - 1) });
   }
 
-  /**
-   * @param {number} layer
-   * @param {number} head
-   */
-  #cell(layer, head) {
+  /** @param {Place} place */
+  #cell(place) {
+    const look = { role: "gridcell", class: "is-empty", tabindex: "-1", "aria-selected": "false" };
+    const name = placeName(place.layer, place.head);
+    const choose = () => emit(this, "choose", place);
     const canvas = el("canvas", { width: 1, height: 1, "aria-hidden": "true" });
-    return el(
-      "div",
-      {
-        role: "gridcell",
-        class: "is-empty",
-        tabindex: "-1",
-        "aria-selected": "false",
-        "aria-label": placeName(layer, head),
-        dataset: { layer, head },
-        onclick: () => emit(this, "choose", { layer, head }),
-      },
-      canvas,
-    );
+    return el("div", { ...look, "aria-label": name, dataset: place, onclick: choose }, canvas);
   }
 
   #observe() {
@@ -221,15 +206,14 @@ export class PatternGrid extends DrawnElement {
 
   /** @param {HTMLElement | null} cell */
   #point(cell) {
-    const detail = cell && { layer: Number(cell.dataset.layer), head: Number(cell.dataset.head) };
-    emit(this, "point", detail);
+    emit(this, "point", cell && placeOf(cell));
   }
 
   /** @param {KeyboardEvent} event */
   #press(event) {
     const cell = around(event, "[role=gridcell]");
     if (!cell) return;
-    const [layer, head] = [Number(cell.dataset.layer), Number(cell.dataset.head)];
+    const { layer, head } = placeOf(cell);
     const place = placeAfter(event.key, layer, head, this.#heads);
     const next = place && this.#cells[place[0]]?.[place[1]];
     if (event.key === "Enter" || event.key === " ") emit(this, "choose", { layer, head });
@@ -240,16 +224,13 @@ export class PatternGrid extends DrawnElement {
 
   redraw() {
     for (let layer = 0; layer < this.#layers; layer++)
-      for (let head = 0; head < this.#heads; head++) this.#drawCell(layer, head);
+      for (let head = 0; head < this.#heads; head++) this.#drawCell({ layer, head });
   }
 
   resized() {} // the size of a cell stays, so that the page does not jump
 
-  /**
-   * @param {number} layer
-   * @param {number} head
-   */
-  #drawCell(layer, head) {
+  /** @param {Place} place */
+  #drawCell({ layer, head }) {
     const cell = this.#cells[layer][head];
     const pattern = this.#patterns.get(layer)?.[head];
     cell.setAttribute("aria-label", `${placeName(layer, head)}${pattern ? `: ${pattern.says}` : ""}`);
@@ -259,6 +240,9 @@ export class PatternGrid extends DrawnElement {
     else canvas.width = canvas.height = 1;
   }
 }
+
+/** @param {HTMLElement} cell @returns {Place} */
+const placeOf = ({ dataset }) => ({ layer: Number(dataset.layer), head: Number(dataset.head) });
 
 /**
  * One pixel for each number, 0 to 255.

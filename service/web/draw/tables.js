@@ -2,19 +2,13 @@
 
 import { el } from "../dom.js";
 
-/** @import { Child } from "../dom.js" */
+/** @import { Attributes, Child } from "../dom.js" */
 
-/**
- * A row of headings of columns.
- * @param {string[]} names
- */
-export function headRow(names) {
-  return el(
-    "tr",
-    {},
-    names.map((name) => el("th", { scope: "col" }, name)),
-  );
-}
+/** The heading of a column. @param {string} name */
+export const columnHeading = (name) => el("th", { scope: "col" }, name);
+
+/** A row of headings of columns. @param {string[]} names */
+export const headRow = (names) => el("tr", {}, names.map(columnHeading));
 
 /**
  * A row with a heading.
@@ -28,6 +22,16 @@ export function bodyRow(heading, cells) {
     el("th", { scope: "row" }, heading),
     cells.map((cell) => el("td", {}, cell)),
   );
+}
+
+/**
+ * A table.
+ * @param {Attributes} attributes
+ * @param {{ caption?: string, head: Child, rows: Child[] }} content
+ */
+export function table(attributes, { caption, head, rows }) {
+  const title = caption && el("caption", {}, caption);
+  return el("table", attributes, title, el("thead", {}, head), el("tbody", {}, rows));
 }
 
 /**

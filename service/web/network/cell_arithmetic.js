@@ -3,7 +3,7 @@
 import { actionButton, el, emit } from "../dom.js";
 import { count, number } from "../format.js";
 import { bar } from "../draw/bars.js";
-import { scrollRegion } from "../draw/tables.js";
+import { columnHeading, scrollRegion, table } from "../draw/tables.js";
 import { LISTED, MOST_TERMS, said } from "./arithmetic/explanation.js";
 
 /**
@@ -20,9 +20,9 @@ export class CellArithmetic extends HTMLElement {
 
   /** @param {...(Shown)} numbers */
   show(...numbers) {
-    for (const { explained } of numbers)
-      if (explained.picture instanceof Element)
-        explained.picture.toggleAttribute("still", explained.place.stage.name === this.#stage); // it moves once
+    for (const { place, explanation } of numbers.map(({ explained }) => explained))
+      if (explanation?.picture instanceof Element)
+        explanation.picture.toggleAttribute("still", place.stage.name === this.#stage); // it moves once
     this.#stage = numbers.at(-1)?.explained.place.stage.name;
     this.replaceChildren(...numbers.flatMap((each) => this.#number(each)));
   }
@@ -31,12 +31,14 @@ export class CellArithmetic extends HTMLElement {
    * @param {Shown} shown
    * @returns {(Node | string)[]}
    */
-  #number({ title, explained: { place, formula, explanation, picture }, edits = [], before }) {
+  #number({ title, explained: { place, formula, explanation }, edits = [], before }) {
     const heading = [
       el("h3", {}, title, " = ", el("output", {}, said(place.served))),
       before === undefined ? "" : el("p", {}, `Without the edits: ${said(before)}.`),
     ];
     if (!explanation) return [...heading, el("p", { class: "faint" }, formula), edited(edits)];
+    const { picture } = explanation;
+    const formulaParts = explanation.formula.map((each) => this.#part(each));
     const line = el("p", { class: "faint", "aria-live": picture && "polite" }, explanation.sentence);
     picture?.addEventListener("say", (event) => {
       const { text } = /** @type {CustomEvent<{ text: string | null }>} */ (event).detail;
@@ -47,11 +49,7 @@ export class CellArithmetic extends HTMLElement {
       ...heading,
       picture ?? "",
       line,
-      el(
-        "p",
-        { class: "sum" },
-        explanation.formula.map((each) => this.#part(each)),
-      ),
+      el("p", { class: "sum" }, formulaParts),
       ...verdict(place.served, explanation, edits),
       explanation.terms.length > 0 ? this.#terms(explanation) : "",
     ];
@@ -98,7 +96,7 @@ export class CellArithmetic extends HTMLElement {
    */
   #table({ columns }, terms, caption) {
     const largest = Math.max(...terms.map(({ share }) => Math.abs(share)), 1e-12);
-    const body = terms.map(({ name, cells, share }) =>
+    const rows = terms.map(({ name, cells, share }) =>
       el(
         "tr",
         {},
@@ -107,16 +105,9 @@ export class CellArithmetic extends HTMLElement {
         el("td", { class: share < 0 ? "term-bar is-negative" : "term-bar" }, bar(Math.abs(share) / largest)),
       ),
     );
-    const head = el(
-      "tr",
-      {},
-      columns.map((name) => (name ? el("th", { scope: "col" }, name) : el("td", {}))),
-      el("td", {}),
-    );
-    return scrollRegion(
-      "Terms",
-      el("table", { class: "terms" }, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, body)),
-    );
+    const headings = columns.map((name) => (name ? columnHeading(name) : el("td")));
+    const head = el("tr", {}, headings, el("td"));
+    return scrollRegion("Terms", table({ class: "terms" }, { caption, head, rows }));
   }
 }
 

@@ -30,7 +30,7 @@ import { writersOf } from "./writers.js";
  * @import { Pass } from "./pass.js"
  * @import { StepOf, TourStep } from "./tour_steps.js"
  *
- * @typedef {TourStep & { chapter: string }} Chapter
+ * @typedef {Required<TourStep> & { chapter: string }} Chapter
  */
 
 /**
@@ -98,7 +98,7 @@ export async function chaptersOf(name, { pass, line, architecture, hasLens, hasW
   const scene = { pass, line, architecture, row, gaze, guesses, writers };
   return lesson.flatMap(([chapter, stepOf]) => {
     const step = stepOf(scene);
-    return step === null ? [] : [{ ...step, chapter }];
+    return step === null ? [] : [{ at: "", cell: "", ...step, chapter }];
   });
 }
 

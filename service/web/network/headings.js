@@ -8,7 +8,6 @@ import { pointedLayer } from "./scene.js";
 import { headPlaces, isMasked } from "./strips.js";
 
 /**
- * @import { Margins } from "./paint.js"
  * @import { Plane } from "./plane.js"
  * @import { Scene } from "./scene.js"
  */
@@ -30,10 +29,10 @@ const KEY = { least: 7.5, level: 40, index: 24 }; // pixels of a column that has
 /**
  * Names of blocks, of stages and heads where they have room, and the tokens of keys.
  * @param {Scene} scene
- * @param {Margins} margins
  */
-export function drawHeadings(scene, { gutter, heading, keys }) {
+export function drawHeadings(scene) {
   const { plane, layout, line, palette } = scene;
+  const { heading } = scene.margins;
   const { context } = plane;
   for (const { layer, first, last } of line.blocks) {
     const [start, end] = [layout.startOf(first), layout.startOf(last) + layout.widthOf(last)];
@@ -50,22 +49,20 @@ export function drawHeadings(scene, { gutter, heading, keys }) {
     if (plane.isDown) plane.write(placeName(layer), -heading + 2, Math.max(0, start) + 9, look);
     else if (end - start > 18) plane.write(placeName(layer), middle, y, { ...look, align: "center" });
   }
-  drawLabels(scene, heading);
-  drawEnds(scene, gutter, heading);
+  drawLabels(scene);
+  drawEnds(scene);
   const [from, to] = layout.span;
-  for (let index = from; index < to; index++)
-    if (line.items[index].kind === "strip") drawHeads(scene, index, heading, keys);
+  for (let index = from; index < to; index++) if (line.items[index].kind === "strip") drawHeads(scene, index);
 }
 
 /**
  * The names of the stages from near. From afar, those of the branches of each wide layer, or of one for all. A name
  * that is longer than its stage takes the room of its neighbours, whose names then go to the other line.
  * @param {Scene} scene
- * @param {number} heading
  * @param {number | null} [pointed] the item under the pointer: its name alone is drawn, stronger; from afar, the names
  *   of the branches of its layer
  */
-export function drawLabels(scene, heading, pointed = null) {
+export function drawLabels(scene, pointed = null) {
   const { plane, layout, line, palette } = scene;
   const { context } = plane;
   const isNear = layout.detail > 0.5;
@@ -100,7 +97,7 @@ export function drawLabels(scene, heading, pointed = null) {
     if (!text) continue;
     free[text.at] = text.end;
     if (pointed !== null && isNear && pointed !== first) continue;
-    write(plane, text.name, text.middle, lines[text.at] - heading, look);
+    write(plane, text.name, text.middle, lines[text.at] - scene.margins.heading, look);
   }
 }
 
@@ -140,13 +137,8 @@ function streamOf({ line, layout }, layer) {
   return at < 0 || isNarrow ? [] : [{ names: ["Stream"], first: at, last: at, side: 1 }];
 }
 
-/**
- * What stands before and after the network, from afar.
- * @param {Scene} scene
- * @param {number} gutter
- * @param {number} heading
- */
-function drawEnds({ plane, layout, line, palette }, gutter, heading) {
+/** What stands before and after the network, from afar. @param {Scene} scene */
+function drawEnds({ plane, layout, line, margins: { gutter, heading }, palette }) {
   if (layout.detail > 0.5) return;
   const end = layout.startOf(line.items.length - 1) + 20;
   const across = (plane.isDown ? LABELS.down[0] : AFAR) - heading;
@@ -176,10 +168,8 @@ function write(plane, text, along, across, look) {
  * The name of each head and the token or index of each column, if there is room; and lines between the heads.
  * @param {Scene} scene
  * @param {number} index
- * @param {number} heading
- * @param {number} keys pixels of the heading
  */
-function drawHeads({ plane, layout, line, pass, palette, row }, index, heading, keys) {
+function drawHeads({ plane, layout, line, margins: { heading, keys }, pass, palette, row }, index) {
   const { context } = plane;
   const item = line.items[index];
   const places = headPlaces(item, layout.startOf(index), layout.widthOf(index));

@@ -60,50 +60,36 @@ export function lineOf(stages, architecture) {
   const width = Math.max(1, ...seen.filter(({ name }) => /resid|embed/.test(name)).map((s) => matrixOf(s).columns));
   /** @type {Line} */
   const line = { items: [], branches: [], blocks: [] };
-  const outside = (/** @type {StageShape[]} */ some) =>
-    some.forEach((stage) => line.items.push(itemOf(stage, architecture, width, null)));
-  const first = seen.findIndex(({ name }) => name.startsWith("blocks."));
-  const last = seen.findLastIndex(({ name }) => name.startsWith("blocks."));
-  outside(seen.slice(0, Math.max(first, 0)));
-  const layers = Map.groupBy(seen.slice(Math.max(first, 0), last + 1), ({ name }) => Number(name.split(".")[1]));
+  const add = (/** @type {StageShape} */ stage, /** @type {number | null} */ branch) =>
+    line.items.push(itemOf(stage, architecture, width, branch));
+  const isInside = (/** @type {StageShape} */ { name }) => name.startsWith("blocks.");
+  const [first, last] = [Math.max(0, seen.findIndex(isInside)), seen.findLastIndex(isInside)];
+  for (const stage of seen.slice(0, first)) add(stage, null);
+  const layers = Map.groupBy(seen.slice(first, last + 1), ({ name }) => Number(name.split(".")[1]));
   for (const [layer, block] of layers) {
-    const begin = line.items.length;
-    addBlock(line, layer, block, byName, architecture, width);
-    line.blocks.push({ layer, first: begin, last: line.items.length - 1 });
+    const [begin, firstBranch] = [line.items.length, line.branches.length];
+    const names = block.map(({ name }) => name);
+    for (const { branch, isOnStream, sections } of partsOf(names, architecture)) {
+      const isBranch = branch !== "stream" && !isOnStream;
+      const number = isBranch ? line.branches.length : null;
+      const from = line.items.length;
+      for (const stage of sections.flatMap((section) => section.stages)) {
+        if (stage.part === "attn.z") line.items.push({ ...bandsOf(layer), branch: number });
+        add(/** @type {StageShape} */ (byName.get(stage.name)), number);
+      }
+      const to = line.items.length - 1;
+      if (isBranch) line.branches.push({ first: from, last: to, join: to + 1, layer });
+    }
+    const end = line.items.length - 1;
+    line.blocks.push({ layer, first: begin, last: end });
+    // both branches read the same stream, and are added at the end of the block
+    if (architecture.parallel_residual) for (const branch of line.branches.slice(firstBranch)) branch.join = end;
   }
-  outside(seen.slice(last + 1));
+  for (const stage of seen.slice(last + 1)) add(stage, null);
   const logits = stages.find(({ name }) => name === "logits");
   const columns = logits ? matrixOf(logits).columns : 1;
   line.items.push({ ...blank("predictions", "predictions", null), label: "Predictions", ...PREDICTIONS, columns });
   return line;
-}
-
-/**
- * @param {Line} line
- * @param {number} layer
- * @param {StageShape[]} block
- * @param {Map<string, StageShape>} byName
- * @param {Architecture} architecture
- * @param {number} width
- */
-function addBlock(line, layer, block, byName, architecture, width) {
-  const names = block.map(({ name }) => name);
-  const begin = line.branches.length;
-  for (const { branch, isOnStream, sections } of partsOf(names, architecture)) {
-    const isBranch = branch !== "stream" && !isOnStream;
-    const number = isBranch ? line.branches.length : null;
-    const from = line.items.length;
-    for (const stage of sections.flatMap((section) => section.stages)) {
-      const shape = /** @type {StageShape} */ (byName.get(stage.name));
-      if (stage.part === "attn.z") line.items.push({ ...bandsOf(layer), branch: number });
-      line.items.push(itemOf(shape, architecture, width, number));
-    }
-    const to = line.items.length - 1;
-    if (isBranch) line.branches.push({ first: from, last: to, join: to + 1, layer });
-  }
-  if (!architecture.parallel_residual) return;
-  const end = line.items.length - 1; // both branches read the same stream, and are added at the end of the block
-  for (const branch of line.branches.slice(begin)) branch.join = end;
 }
 
 /** @param {number} layer */

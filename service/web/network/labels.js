@@ -6,10 +6,7 @@ import { colour, textOn } from "../draw/colours.js";
 import { bandOf } from "./scene.js";
 import { headPlaces, isMasked, shareOf } from "./strips.js";
 
-/**
- * @import { Item } from "./items.js"
- * @import { Scene } from "./scene.js"
- */
+/** @import { Scene } from "./scene.js" */
 
 export const FONT = "system-ui, sans-serif";
 export const MONO = 'ui-monospace, "DejaVu Sans Mono", monospace';
@@ -51,7 +48,7 @@ export function drawPredictions(scene) {
         plane.fill(start, layout.rowStart(row) + 2, Math.max(2, share * width), layout.rowSize - 4);
         context.globalAlpha = 1;
         if (was !== null) plane.fill(start, layout.rowStart(row) + layout.rowSize - 4, was * width, THIN);
-        return upright(scene, text, start + 4, across, layout.rowSize, width - 8, row === chosen);
+        return upright(scene, text, start + 4, across, width - 8, row === chosen);
       }
       context.globalAlpha *= 0.28;
       plane.fill(start, across - LINE / 2 + 1, Math.max(2, share * width), LINE - 2);
@@ -73,14 +70,14 @@ export function drawPredictions(scene) {
  * @param {string} text
  * @param {number} along
  * @param {number} across
- * @param {number} room
  * @param {number} length
  * @param {boolean} isChosen
  */
-export function upright({ plane, palette }, text, along, across, room, length, isChosen) {
+function upright({ plane, layout, palette }, text, along, across, length, isChosen) {
   const { context } = plane;
   const look = { font: `${isChosen ? "600 " : ""}12px ${MONO}`, colour: palette.text };
-  if (text.length * 7.4 <= room - 2) return plane.write(text, across, along + 7, { ...look, align: "center" });
+  if (text.length * 7.4 <= layout.rowSize - 2)
+    return plane.write(text, across, along + 7, { ...look, align: "center" });
   context.save();
   context.translate(across, along);
   context.rotate(Math.PI / 2);
@@ -91,16 +88,16 @@ export function upright({ plane, palette }, text, along, across, room, length, i
 /**
  * The tokens, at the beginning of their rows. They stay in sight while the network is zoomed.
  * @param {Scene} scene
- * @param {number} gutter pixels along that they take, before the network
  */
-export function drawTokens(scene, gutter) {
+export function drawTokens(scene) {
   const { plane, layout, pass, palette, row: chosen } = scene;
+  const { gutter } = scene.margins;
   const [first, last] = layout.rows;
   for (let row = first; row < last; row++) {
     const middle = layout.rowStart(row) + layout.rowSize / 2;
     const text = shown(pass.tokens[row]);
     if (plane.isDown) {
-      upright(scene, text, 6 - gutter, middle, layout.rowSize, gutter - 10, row === chosen);
+      upright(scene, text, 6 - gutter, middle, gutter - 10, row === chosen);
       continue;
     }
     const font = `${row === chosen ? "600 " : ""}13px ${MONO}`;
@@ -115,9 +112,8 @@ export function drawTokens(scene, gutter) {
  * What other rows than the chosen one do not show from afar, for the row under the pointer: its number, and the
  * probability of the most likely next token.
  * @param {Scene} scene
- * @param {number} gutter
  */
-export function drawPointedRow({ plane, layout, line, pass, palette, row: chosen, pointed }, gutter) {
+export function drawPointedRow({ plane, layout, line, margins: { gutter }, pass, palette, row: chosen, pointed }) {
   const row = pointed?.row ?? chosen;
   if (row === chosen || layout.detail > 0.5 || plane.isDown) return;
   const middle = layout.rowStart(row) + layout.rowSize / 2;
@@ -131,10 +127,10 @@ export function drawPointedRow({ plane, layout, line, pass, palette, row: chosen
 /**
  * Whether the cells of a stage are large enough for their numbers.
  * @param {Scene} scene
- * @param {Item} item
- * @param {number} index
+ * @param {number} index of the item
  */
-export function hasNumbers({ plane, layout }, item, index) {
+export function hasNumbers({ plane, layout, line }, index) {
+  const item = line.items[index];
   const [{ size }] = headPlaces(item, layout.startOf(index), layout.widthOf(index));
   const [along, across] = plane.isDown ? [CELL.breadth, CELL.length - 12] : [CELL.length, CELL.breadth];
   return size / item.columns >= along && layout.rowSize >= across;
@@ -143,12 +139,12 @@ export function hasNumbers({ plane, layout }, item, index) {
 /**
  * The numbers inside the cells in sight, if there is room for them.
  * @param {Scene} scene
- * @param {Item} item
- * @param {number} index
+ * @param {number} index of the item
  */
-export function drawNumbers(scene, item, index) {
-  if (!hasNumbers(scene, item, index)) return;
-  const { plane, layout, pass, palette, isStep, row: chosen } = scene;
+export function drawNumbers(scene, index) {
+  if (!hasNumbers(scene, index)) return;
+  const { plane, layout, line, pass, palette, isStep, row: chosen } = scene;
+  const item = line.items[index];
   const { context } = plane;
   const places = headPlaces(item, layout.startOf(index), layout.widthOf(index));
   const size = places[0].size / item.columns;

@@ -17,22 +17,16 @@ export class Motion {
   /**
    * @param {"flight" | "pass"} kind
    * @param {(share: number) => void} step
-   * @param {() => void} [done]
    */
-  run(kind, step, done = () => {}) {
+  run(kind, step) {
     this.stop();
-    if (isCalm() || document.hidden) {
-      step(1);
-      return done();
-    }
+    if (isCalm() || document.hidden) return step(1);
     const begin = performance.now();
     const length = kind === "flight" ? FLIGHT : PASS;
     const next = (/** @type {number} */ now) => {
       const share = Math.min(1, Math.max(0, (now - begin) / length));
       step(kind === "flight" ? ease(share) : share);
-      if (share === 1) return done();
-      this.#frame = requestAnimationFrame(next);
-      return undefined;
+      if (share < 1) this.#frame = requestAnimationFrame(next);
     };
     this.#frame = requestAnimationFrame(next);
     return undefined;

@@ -29,8 +29,7 @@ const NEAR = 0.3; // of the detail of the layout
 
 /**
  * Events: "choose" with detail {spot, isName}, `isName`: a click on the name of a token; "point" with {spot} (or
- * null); "settle" when what is in sight has changed; "out" when the user wants to see more of the network; "wheelhint"
- * when the wheel turns and does not zoom.
+ * null); "settle" when what is in sight has changed; "wheelhint" when the wheel turns and does not zoom.
  */
 export class NetworkCanvas extends DrawnElement {
   canvas = el("canvas", { tabindex: "0", role: "img" });
@@ -38,7 +37,6 @@ export class NetworkCanvas extends DrawnElement {
   #motion = new Motion();
   /** @type {Scene | null} */
   scene = null;
-  #margins = { gutter: 0, heading: 0, keys: 0 };
   /** @type {number | null} the stage that is zoomed to */
   #focus = null;
   #frame = 0;
@@ -86,7 +84,8 @@ export class NetworkCanvas extends DrawnElement {
     const isNew = before?.pass.body !== pass.body;
     if (before?.line !== line) {
       const layout = new Layout(line, pass.tokens.length);
-      const shared = { plane: this.#plane, line, layout, pass, pointed: null, front: Infinity };
+      const margins = { gutter: 0, heading: 0, keys: 0 };
+      const shared = { plane: this.#plane, line, layout, margins, pass, pointed: null, front: Infinity };
       this.scene = { ...shared, ...look, strips: new Strips(pass, false, 1), palette: paletteOf(this) };
     } else {
       const isOther = before.pass !== pass;
@@ -237,7 +236,7 @@ export class NetworkCanvas extends DrawnElement {
    * @returns {[along: number, across: number]}
    */
   place(x, y) {
-    const { gutter, heading } = this.#margins;
+    const { gutter = 0, heading = 0 } = this.scene?.margins ?? {};
     const [along, across] = this.#plane.isDown ? [y, x] : [x, y];
     return [along - gutter, across - heading];
   }
@@ -269,13 +268,13 @@ export class NetworkCanvas extends DrawnElement {
     plane.isDown = width < NARROW;
     if (plane.isDown) {
       const heading = HEADING.down + keys;
-      this.#margins = { gutter: GUTTER.down, heading, keys };
+      this.scene.margins = { gutter: GUTTER.down, heading, keys };
       layout.resize(HEIGHT.down - GUTTER.down, width - heading, true);
       plane.resize(width, HEIGHT.down);
     } else {
       const heading = HEADING.across + keys;
       const gutter = Math.min(GUTTER.most, Math.max(GUTTER.least, GUTTER.letter * longest(pass) + GUTTER.numbers));
-      this.#margins = { gutter, heading, keys };
+      this.scene.margins = { gutter, heading, keys };
       layout.resize(width - gutter, height - heading, false);
       plane.resize(width, heading + Math.min(layout.breadth, layout.numRows * layout.wholeRow + layout.lane));
     }
@@ -294,16 +293,16 @@ export class NetworkCanvas extends DrawnElement {
   #draw() {
     cancelAnimationFrame(this.#frame);
     if (!this.scene) return;
-    paint(this.scene, this.#margins);
+    paint(this.scene);
     this.#plane.keep();
-    paintPointed(this.scene, this.#margins);
+    paintPointed(this.scene);
   }
 
   /** What is under the pointer has changed, and nothing else. */
   #drawMark() {
     if (!this.scene) return;
     this.#plane.restore();
-    paintPointed(this.scene, this.#margins);
+    paintPointed(this.scene);
   }
 }
 

@@ -9,24 +9,16 @@ import { drawBranches, drawGates, drawRivers } from "./river.js";
 import { bandOf, pointedLayer, strength } from "./scene.js";
 import { headPlaces } from "./strips.js";
 
-/**
- * @import { Item } from "./items.js"
- * @import { Scene, Spot } from "./scene.js"
- * @typedef {{ gutter: number, heading: number, keys: number }} Margins before the network, both ways; `keys`: the
- *   part of the heading for the tokens of keys
- */
+/** @import { Scene, Spot } from "./scene.js" */
 
 export const LEAST_PIXELS = 1.5; // of a stage that is drawn
 const OTHERS = 0.22; // how strong the numbers of other tokens are from afar
 const GROUP = 64; // columns of a large stage that are drawn together
 
-/**
- * @param {Scene} scene
- * @param {Margins} margins
- */
-export function paint(scene, margins) {
+/** @param {Scene} scene */
+export function paint(scene) {
+  const { plane, layout, palette, margins } = scene;
   const { gutter, heading } = margins;
-  const { plane, layout, palette } = scene;
   const { context } = plane;
   context.save();
   context.fillStyle = palette.page;
@@ -34,7 +26,7 @@ export function paint(scene, margins) {
   context.translate(...plane.point(gutter, heading));
   context.save();
   plane.clip(-gutter, 0, layout.length + gutter, layout.rowsInSight);
-  drawGround(scene, gutter);
+  drawGround(scene);
   context.save();
   plane.clip(-gutter, 0, Math.min(layout.length, scene.front) + gutter, layout.rowsInSight);
   context.save();
@@ -48,7 +40,7 @@ export function paint(scene, margins) {
   drawPredictions(scene);
   context.restore();
   context.restore();
-  drawTokens(scene, gutter);
+  drawTokens(scene);
   drawLens(scene);
   drawFront(scene);
   drawPlace(scene);
@@ -56,7 +48,7 @@ export function paint(scene, margins) {
   context.restore();
   context.save();
   plane.clip(-gutter, -heading, layout.length + gutter, layout.rowsInSight + heading);
-  drawHeadings(scene, margins);
+  drawHeadings(scene);
   context.restore();
   context.restore();
 }
@@ -64,22 +56,22 @@ export function paint(scene, margins) {
 /**
  * Mark the place under the pointer, on a picture that is painted: from afar its layer, which a click opens.
  * @param {Scene} scene
- * @param {Margins} margins
  */
-export function paintPointed(scene, { gutter, heading }) {
-  const { plane, layout, palette, pointed } = scene;
+export function paintPointed(scene) {
+  const { plane, layout, palette, pointed, margins } = scene;
+  const { gutter, heading } = margins;
   if (!pointed) return;
   const { context } = plane;
   context.save();
   context.translate(...plane.point(gutter, heading));
   plane.clip(-gutter, -heading, layout.length + gutter, layout.rowsInSight + heading);
-  drawLabels(scene, heading, pointed.item);
+  drawLabels(scene, pointed.item);
   plane.clip(-gutter, 0, layout.length + gutter, layout.rowsInSight);
-  drawPointedRow(scene, gutter);
+  drawPointedRow(scene);
   if (layout.detail < 0.5 && pointed.row !== scene.row) {
     context.save();
     plane.clip(0, layout.rowStart(pointed.row), layout.length, layout.rowSize);
-    eachStrip(scene, (_item, _index, draw) => draw(pointed.row, 1));
+    eachStrip(scene, (_, draw) => draw(pointed.row, 1));
     context.restore();
   }
   context.fillStyle = palette.text;
@@ -97,11 +89,8 @@ export function paintPointed(scene, { gutter, heading }) {
   context.restore();
 }
 
-/**
- * @param {Scene} scene
- * @param {number} gutter
- */
-function drawGround({ plane, layout, palette, row: chosen }, gutter) {
+/** @param {Scene} scene */
+function drawGround({ plane, layout, palette, margins: { gutter }, row: chosen }) {
   const { context } = plane;
   const [first, last] = layout.rows;
   for (let row = first; row < last; row++) {
@@ -121,20 +110,19 @@ function drawStrips(scene) {
   const [first, last] = layout.rows;
   const { detail } = layout;
   const faded = isStep ? OTHERS : strength(OTHERS + 0.53 * detail, OTHERS + 0.45 * detail);
-  eachStrip(scene, (item, index, draw) => {
-    context.globalAlpha = !isStep && hasNumbers(scene, item, index) ? 1 : faded; // for the contrast of numbers
+  eachStrip(scene, (index, draw) => {
+    context.globalAlpha = !isStep && hasNumbers(scene, index) ? 1 : faded; // for the contrast of numbers
     for (const [above, below] of split(first, last, chosen)) draw(above, below - above);
     context.globalAlpha = 1;
     if (chosen >= first && chosen < last) draw(chosen, 1);
   });
-  for (let index = from; index < to; index++)
-    if (line.items[index].kind === "strip") drawNumbers(scene, line.items[index], index);
+  for (let index = from; index < to; index++) if (line.items[index].kind === "strip") drawNumbers(scene, index);
 }
 
 /**
  * Each heat map in sight, with a function that draws some of its rows.
  * @param {Scene} scene
- * @param {(item: Item, index: number, draw: (row: number, count: number) => void) => void} visit
+ * @param {(index: number, draw: (row: number, count: number) => void) => void} visit
  */
 function eachStrip({ plane, layout, line, strips }, visit) {
   const [from, to] = layout.span;
@@ -162,7 +150,7 @@ function eachStrip({ plane, layout, line, strips }, visit) {
         pixels * (devicePixelRatio || 1),
       );
       const steps = strip.steps / (last - first);
-      visit(item, index, (row, count) =>
+      visit(index, (row, count) =>
         plane.image(
           strip.canvas,
           [0, (row - first) * steps, strip.columns, count * steps],

@@ -210,15 +210,12 @@ export class Pass {
     const requests = [...groups.values()].flatMap((group) => this.#parts(group));
     for (const request of requests) {
       const key = JSON.stringify(request);
-      const isRead = await this.#pending.get(key)?.then(
-        () => true,
-        () => false, // the state that has asked may be gone, and its request with it
-      );
-      if (isRead) continue;
+      const pending = this.#pending.get(key)?.then(() => true);
+      if (await pending?.catch(() => false)) continue; // the state that has asked may be gone, and its request with it
       signal.throwIfAborted();
-      const pending = this.#request(request, signal).finally(() => this.#pending.delete(key));
-      this.#pending.set(key, pending);
-      await pending;
+      const reading = this.#request(request, signal).finally(() => this.#pending.delete(key));
+      this.#pending.set(key, reading);
+      await reading;
     }
     return requests.length > 0;
   }
@@ -276,11 +273,16 @@ export class Pass {
       const stage = this.stages.get(name);
       if (!stage || WIDE.includes(name)) continue;
       const { heads, columns, hasKeys } = stage;
-      this.keep(name, positions, (index) =>
-        hasKeys
-          ? rowOfHeads(values, index, positions.length, heads, columns)
-          : values.slice(index * heads * columns, (index + 1) * heads * columns),
-      );
+      const size = heads * columns;
+      this.keep(name, positions, (index) => {
+        if (!hasKeys) return values.slice(index * size, (index + 1) * size);
+        const row = values instanceof Float64Array ? new Float64Array(size) : new Float32Array(size);
+        for (let head = 0; head < heads; head++) {
+          const begin = (head * positions.length + index) * columns; // of heads × queries × keys
+          row.set(values.slice(begin, begin + columns), head * columns);
+        }
+        return row;
+      });
     }
   }
 
@@ -371,24 +373,6 @@ function stagesOf({ stages, sizes }, count) {
 function around(middle, rows, count) {
   const first = Math.max(0, Math.min(count - rows, middle - Math.floor(rows / 2)));
   return Array.from({ length: rows }, (_, index) => first + index);
-}
-
-/**
- * The numbers of one query of all heads, from a tensor of heads × queries × keys.
- * @param {Numbers} values
- * @param {number} index
- * @param {number} count
- * @param {number} heads
- * @param {number} columns
- */
-function rowOfHeads(values, index, count, heads, columns) {
-  const Row = values instanceof Float64Array ? Float64Array : Float32Array;
-  const row = new Row(heads * columns);
-  for (let head = 0; head < heads; head++) {
-    const begin = (head * count + index) * columns;
-    row.set(values.slice(begin, begin + columns), head * columns);
-  }
-  return row;
 }
 
 /**

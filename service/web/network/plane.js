@@ -3,6 +3,8 @@
 
 import { context2d, el } from "../dom.js";
 
+/** @typedef {[along: number, across: number, length: number, breadth: number]} Box */
+
 export class Plane {
   #canvas;
   #kept = context2d(el("canvas"));
@@ -51,51 +53,39 @@ export class Plane {
   }
 
   /**
-   * @param {number} along
-   * @param {number} across
-   * @param {number} length
-   * @param {number} breadth
+   * A box of the network as a box of the canvas.
+   * @param {Box} box
+   * @returns {[x: number, y: number, width: number, height: number]}
    */
-  fill(along, across, length, breadth) {
-    if (this.isDown) this.context.fillRect(across, along, breadth, length);
-    else this.context.fillRect(along, across, length, breadth);
+  #box([along, across, length, breadth]) {
+    return this.isDown ? [across, along, breadth, length] : [along, across, length, breadth];
   }
 
-  /**
-   * @param {number} along
-   * @param {number} across
-   * @param {number} length
-   * @param {number} breadth
-   */
-  frame(along, across, length, breadth) {
-    if (this.isDown) this.context.strokeRect(across, along, breadth, length);
-    else this.context.strokeRect(along, across, length, breadth);
+  /** @param {Box} box */
+  fill(...box) {
+    this.context.fillRect(...this.#box(box));
   }
 
-  /**
-   * @param {number} along
-   * @param {number} across
-   * @param {number} length
-   * @param {number} breadth
-   */
-  clip(along, across, length, breadth) {
+  /** @param {Box} box */
+  frame(...box) {
+    this.context.strokeRect(...this.#box(box));
+  }
+
+  /** @param {Box} box */
+  clip(...box) {
     this.context.beginPath();
-    if (this.isDown) this.context.rect(across, along, breadth, length);
-    else this.context.rect(along, across, length, breadth);
+    this.context.rect(...this.#box(box));
     this.context.clip();
   }
 
   /**
    * Draw a picture whose columns go along.
    * @param {CanvasImageSource} image
-   * @param {[along: number, across: number, length: number, breadth: number]} part of the picture
-   * @param {[along: number, across: number, length: number, breadth: number]} place
+   * @param {Box} part of the picture
+   * @param {Box} place
    */
   image(image, part, place) {
-    const [a, b, c, d] = part;
-    const [e, f, g, h] = place;
-    if (this.isDown) this.context.drawImage(image, b, a, d, c, f, e, h, g);
-    else this.context.drawImage(image, a, b, c, d, e, f, g, h);
+    this.context.drawImage(image, ...this.#box(part), ...this.#box(place));
   }
 
   /** @param {number} along @param {number} across */

@@ -51,12 +51,9 @@ function widths({ line, layout, pass: { reference } }) {
   const [first, last] = layout.rows;
   const [from, to] = layout.span;
   const all = line.items.flatMap((item, index) => (isStream(item.part) && layout.widthOf(index) > 0.01 ? [index] : []));
-  const begin = Math.max(
-    0,
-    all.findLastIndex((index) => index < from),
-  );
-  const end = all.findIndex((index) => index >= to);
-  const near = all.slice(begin, end < 0 ? all.length : end + 1);
+  const before = all.findLastIndex((index) => index < from);
+  const after = all.findIndex((index) => index >= to);
+  const near = all.slice(Math.max(0, before), after < 0 ? all.length : after + 1);
   const known = all.flatMap((index) => {
     const some = [];
     for (let row = first; row < last; row++) some.push(lengthOf(reference, line.items[index].name, row));
@@ -195,10 +192,7 @@ function partsOf({ layout, line }, { first, last, join }, row, river) {
   return parts;
 }
 
-/**
- * Norms as gates, and the signs of addition where branches come back. They are seen from near.
- * @param {Scene} scene
- */
+/** Norms as gates, and the signs of addition where branches come back. They are seen from near. @param {Scene} scene */
 export function drawGates(scene) {
   const { layout, line, plane, palette, row: chosen } = scene;
   const { context } = plane;
@@ -227,33 +221,31 @@ export function drawGates(scene) {
     }
   }
   context.globalAlpha = 1;
-  const radius = layout.detail * Math.min(7, 0.1 * rowSize);
-  for (const branch of line.branches) {
-    const { join } = branch;
-    if (join < from || join > to || radius < 2 || isTiny(scene, branch)) continue;
-    for (let row = first; row < last; row++)
-      plus(scene, layout.startOf(join), layout.rowStart(row) + riverCentre(rowSize), radius, row === chosen);
-  }
+  drawSums(scene);
 }
 
-/**
- * @param {Scene} scene
- * @param {number} along
- * @param {number} across
- * @param {number} radius
- * @param {boolean} isChosen
- */
-function plus({ plane, palette }, along, across, radius, isChosen) {
+/** The signs of addition. @param {Scene} scene */
+function drawSums(scene) {
+  const { layout, line, plane, palette, row: chosen } = scene;
   const { context } = plane;
-  context.fillStyle = palette.page;
-  context.strokeStyle = isChosen ? palette.path : palette.river;
-  context.lineWidth = 1.4;
-  context.beginPath();
-  context.arc(...plane.point(along, across), radius, 0, 2 * Math.PI);
-  context.fill();
-  plane.moveTo(along - 0.55 * radius, across);
-  plane.lineTo(along + 0.55 * radius, across);
-  plane.moveTo(along, across - 0.55 * radius);
-  plane.lineTo(along, across + 0.55 * radius);
-  context.stroke();
+  const radius = layout.detail * Math.min(7, 0.1 * layout.rowSize);
+  if (radius < 2) return;
+  const [first, last] = layout.rows;
+  const [from, to] = layout.span;
+  const seen = line.branches.filter((branch) => branch.join >= from && branch.join <= to && !isTiny(scene, branch));
+  for (const along of seen.map(({ join }) => layout.startOf(join)))
+    for (let row = first; row < last; row++) {
+      const across = layout.rowStart(row) + riverCentre(layout.rowSize);
+      context.fillStyle = palette.page;
+      context.strokeStyle = row === chosen ? palette.path : palette.river;
+      context.lineWidth = 1.4;
+      context.beginPath();
+      context.arc(...plane.point(along, across), radius, 0, 2 * Math.PI);
+      context.fill();
+      plane.moveTo(along - 0.55 * radius, across);
+      plane.lineTo(along + 0.55 * radius, across);
+      plane.moveTo(along, across - 0.55 * radius);
+      plane.lineTo(along, across + 0.55 * radius);
+      context.stroke();
+    }
 }

@@ -15,10 +15,12 @@ import { isDark } from "../theme.js";
  *   page: string, panel: string, text: string, faint: string, line: string, river: string, bank: string, path: string,
  *   branch: string, negative: string, edit: string,
  * }} Palette
+ * @typedef {{ gutter: number, heading: number, keys: number }} Margins pixels before the network, both ways; `keys`:
+ *   the part of the heading for the tokens of keys
  * @typedef {{
- *   plane: Plane, line: Line, layout: Layout, pass: Pass, plain: Pass | null, strips: Strips, palette: Palette,
- *   row: number, head: number | null, pointed: Spot | null, chosen: Spot | null, front: number, lens: Lens | null,
- *   isStep: boolean,
+ *   plane: Plane, line: Line, layout: Layout, margins: Margins, pass: Pass, plain: Pass | null, strips: Strips,
+ *   palette: Palette, row: number, head: number | null, pointed: Spot | null, chosen: Spot | null, front: number,
+ *   lens: Lens | null, isStep: boolean,
  * }} Scene `pass`: whose numbers are drawn, or what edits change; `plain`: the pass without the edits, if there are
  *   edits; `row`: of the token whose path is emphasised; `head`: whose bands are drawn, null for the mean of all;
  *   `front`: how many pixels along are there already; `lens`: of `row`; `isStep`: whether a step of a lesson is shown

@@ -6,6 +6,7 @@ import { placeName } from "./names.js";
 import { lengthOf } from "./river.js";
 
 /**
+ * @import { Prediction } from "../answers.js"
  * @import { Table } from "../draw/data_table.js"
  * @import { Parts } from "./names.js"
  * @import { Pass } from "./pass.js"
@@ -38,16 +39,10 @@ export function tableOf({ line, pass, plain }, drawn, at) {
   const stream = line.items.filter(
     ({ part, layer }) => /^(embed|resid_post)$/.test(part) && (!/^L/.test(at) || `L${layer}` === at),
   );
-  const nextOf = (/** @type {Pass} */ { predictions }, /** @type {number} */ row) => {
-    const best = predictions.get(row)?.[0];
-    return best ? `${shown(best)} ${percent(best.probability)}` : "";
-  };
+  const said = (/** @type {Prediction | undefined} */ best) =>
+    best ? `${shown(best)} ${percent(best.probability)}` : "";
   const places = stream.map(({ layer }) => (layer === null ? "embedding" : `after L${layer}`));
   const read = rows.filter((row) => guessesOf(pass, row));
-  const guessOf = (/** @type {Pass} */ each, /** @type {number} */ row, /** @type {number} */ index) => {
-    const best = guessesOf(each, row)?.[index].top[0];
-    return best ? `${shown(best)} ${percent(best.probability)}` : "";
-  };
   const guesses = read.length === 0 ? [] : stream.map(({ layer }) => (layer === null ? 0 : layer + 1));
   return {
     caption:
@@ -65,12 +60,12 @@ export function tableOf({ line, pass, plain }, drawn, at) {
       ...stream.map(({ name }) => lengthOf(drawn, name, row)),
       ...guesses.map((index) =>
         [plain, pass]
-          .map((each) => each && guessOf(each, row, index))
+          .map((each) => each && said(guessesOf(each, row)?.[index].top[0]))
           .filter(Boolean)
           .join(" → "),
       ),
-      nextOf(pass, row),
-      ...(plain ? [nextOf(plain, row)] : []),
+      said(pass.predictions.get(row)?.[0]),
+      ...(plain ? [said(plain.predictions.get(row)?.[0])] : []),
     ]),
   };
 }

@@ -9,6 +9,7 @@ import { isCalm } from "./motion.js";
  */
 
 const PLAY_MILLISECONDS = 6000; // for each step
+const SMALL = { class: "small" };
 const INTERACTIONS = ["pointerdown", "keydown", "wheel"]; // they stop the play
 
 /** Event "step" with detail {step}: the number of another step, or null to leave. */
@@ -24,10 +25,10 @@ export class TourCard extends HTMLElement {
   #answer = el("p");
   #details = el("details", {}, this.#question, this.#answer);
   #dots = el("ol", { class: "dots", "aria-label": "Steps" });
-  #back = this.#button("Back", () => this.#go(this.#index - 1));
-  #next = this.#button("Next", () => this.#go(this.#index + 1));
-  #play = this.#button("Play", () => (this.isPlaying ? this.stop() : this.#start()));
-  #leave = this.#button("Leave the lesson", () => this.#go(null));
+  #back = actionButton("Back", () => this.#go(this.#index - 1), SMALL);
+  #next = actionButton("Next", () => this.#go(this.#index + 1), SMALL);
+  #play = actionButton("Play", () => (this.isPlaying ? this.stop() : this.#start()), SMALL);
+  #leave = actionButton("Leave the lesson", () => this.#go(null), SMALL);
   #interrupt = (/** @type {Event} */ event) => {
     const isPress = event.type === "pointerdown" || ["Enter", " "].includes(/** @type {KeyboardEvent} */ (event).key);
     if (!isPress || event.target !== this.#play) this.stop(); // else its click does it
@@ -138,14 +139,6 @@ export class TourCard extends HTMLElement {
     });
     this.#dots.replaceChildren(...dots);
     if (hasFocus) dots[this.#index].querySelector("button")?.focus();
-  }
-
-  /**
-   * @param {string} text
-   * @param {() => unknown} onclick
-   */
-  #button(text, onclick) {
-    return actionButton(text, onclick, { class: "small" });
   }
 }
 

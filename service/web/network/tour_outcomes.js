@@ -17,8 +17,7 @@ export function finalNorm({ pass, row }) {
     sentence: "After the last layer, the stream passes one more norm.",
     question: "Which number is the largest then, by size?",
     answer: `Number ${found.column}: ${number(found.value)}.`,
-    at: "ln_final.out",
-    cell: String(found.column),
+    ...found.place,
   };
 }
 
@@ -88,8 +87,6 @@ export function decides({ line, row, pass, guesses, writers }) {
         : guesses
             .map((guess, at) => `${at === 0 ? "before" : "after"} ${placeName(Math.max(0, at - 1))} ${guessed(guess)}`)
             .join(", "),
-    at: "",
-    cell: "",
   };
 }
 
@@ -111,7 +108,6 @@ export function loss({ pass }) {
       `${number(pass.loss.mean)}. The greatest surprise was ${what}: −ln ${percent(Math.exp(-most.value))} = ` +
       `${number(most.value)}.`,
     at: "predictions",
-    cell: "",
   };
 }
 
@@ -125,6 +121,5 @@ export function perplexity({ pass }) {
     question: "How many are they for this prompt?",
     answer: `e^${number(mean)} = ${number(value)}.`,
     at: "predictions",
-    cell: "",
   };
 }

@@ -15,8 +15,8 @@ import { placeName } from "./names.js";
  * @import { Pass, PassStage } from "./pass.js"
  * @import { Writers } from "./writers.js"
  *
- * @typedef {{ title: string, sentence: string, question: string, answer: string, at: string, cell: string }} TourStep
- *   `at` and `cell`: the place in the network, as in the address
+ * @typedef {{ title: string, sentence: string, question: string, answer: string, at?: string, cell?: string }} TourStep
+ *   `at` and `cell`: the place in the network, as in the address; without them, the whole network, and the whole stage
  * @typedef {{ layer: number | null, head: number, key: number }} Gaze a head, and the token that it attends to the most
  * @typedef {{
  *   pass: Pass, line: Line, architecture: Architecture, row: number, gaze: Gaze, guesses: Guess[] | null,
@@ -75,17 +75,6 @@ function adds({ pass, row, writers, gaze }, head) {
   return ` ${writer.name} ${verb} ${number(Math.abs(writer.share))} ${direction} the logit of ${quoted(best)}.`;
 }
 
-/**
- * The keys of a head, the one with the largest share first.
- * @param {Numbers} weights of all heads
- * @param {number} head
- * @param {number} columns
- */
-function strongest(weights, head, columns) {
-  const own = weights.slice(head * columns, (head + 1) * columns);
-  return [...own.keys()].sort((one, other) => own[other] - own[one]);
-}
-
 /** @type {StepOf} */
 export function tokens({ pass, row }) {
   const { length } = pass.tokens;
@@ -98,8 +87,6 @@ export function tokens({ pass, row }) {
       `${quoted(pass.tokens[row])}, at position ${row}.${end}`,
     question: "What does the network get of it?",
     answer: `Its id, ${pass.tokens[row].id ?? row}, and its position, ${row}. Nothing else.`,
-    at: "",
-    cell: "",
   };
 }
 
@@ -115,7 +102,6 @@ export function embedding({ pass, row }) {
     question: "Which of them is the largest, by size?",
     answer: `Number ${found.column}: ${number(found.value)}.`,
     at: "embed",
-    cell: "",
   };
 }
 
@@ -129,7 +115,6 @@ export function position({ pass, row }) {
     question: "Which number does the position change the most?",
     answer: `Number ${found.column}, by ${number(found.value)}.`,
     at: "pos_embed",
-    cell: "",
   };
 }
 
@@ -155,8 +140,7 @@ export function norm({ pass, row, gaze, guesses, writers }) {
 
 /** @type {StepOf} */
 export function queries({ pass, row, writers, gaze: { layer, head } }) {
-  const name = `blocks.${layer}.attn.q`;
-  const found = largest(pass, name, row, head);
+  const found = largest(pass, `blocks.${layer}.attn.q`, row, head);
   if (layer === null || !found) return null;
   return {
     title: "Query, key and value",
@@ -166,8 +150,7 @@ export function queries({ pass, row, writers, gaze: { layer, head } }) {
       `${placeName(layer, head)} is the head ${writers ? "that writes the most of the prediction" : "to look at"}.`,
     question: `What is the largest number of the query of ${placeName(layer, head)}, by size?`,
     answer: `Number ${found.column}: ${number(found.value)}. Its terms, input × weight, are at the right.`,
-    at: name,
-    cell: String(head * found.stage.columns + found.column),
+    ...found.place,
   };
 }
 
@@ -196,39 +179,38 @@ export function pattern({ pass, row, gaze: { layer, head, key } }) {
   const stage = pass.stages.get(name);
   const weights = pass.row(name, row);
   if (layer === null || !stage || !weights) return null;
-  const cell = head * stage.columns + key;
-  const next = strongest(weights, head, stage.columns)
-    .filter((other) => other !== key && weights[head * stage.columns + other] > 0)
+  const own = weights.slice(head * stage.columns, (head + 1) * stage.columns);
+  const next = [...own.keys()]
+    .filter((other) => other !== key && own[other] > 0)
+    .sort((one, other) => own[other] - own[one])
     .slice(0, 2)
-    .map((other) => `${quoted(pass.tokens[other])} at ${other} (${percent(weights[head * stage.columns + other])})`);
+    .map((other) => `${quoted(pass.tokens[other])} at ${other} (${percent(own[other])})`);
   return {
     title: "Attention",
     sentence:
       "Softmax turns the scores of each head into shares of 100 %. " +
       `In ${placeName(layer, head)}, ${quoted(pass.tokens[row])} attends to ${quoted(pass.tokens[key])} with ` +
-      `${percent(weights[cell])}.`,
+      `${percent(own[key])}.`,
     question: "Where does the rest of the attention go?",
     answer: next.length > 0 ? `The most to ${next.join(" and ")}.` : "There is no rest.",
     at: name,
-    cell: String(cell),
+    cell: String(head * stage.columns + key),
   };
 }
 
 /** @type {StepOf} */
 export function attentionOut(scene) {
   const { pass, row, gaze } = scene;
-  const { layer, head } = gaze;
-  const found = largest(pass, `blocks.${layer}.attn_out`, row);
+  const found = largest(pass, `blocks.${gaze.layer}.attn_out`, row);
   if (!found) return null;
   return {
     title: "What attention adds",
     sentence:
       "Each head mixes the values of the tokens by these shares. A matrix turns the mixtures of all heads into " +
-      `one vector, which is added to the stream.${adds(scene, head)}`,
+      `one vector, which is added to the stream.${adds(scene, gaze.head)}`,
     question: "Which number of the stream changes the most?",
     answer: `Number ${found.column}, by ${number(found.value)}.`,
-    at: `blocks.${layer}.attn_out`,
-    cell: String(found.column),
+    ...found.place,
   };
 }
 
@@ -278,7 +260,6 @@ export function mask({ pass, row, gaze: { layer, head } }) {
     question: `How many of the ${count(stage.columns)} tokens are hidden from ${quoted(pass.tokens[row])}?`,
     answer: hidden === 0 ? "None. Choose an earlier token to see it." : `${count(hidden)}.`,
     at: name,
-    cell: "",
   };
 }
 
@@ -311,15 +292,13 @@ export function gate({ pass, row, gaze: { layer } }) {
     answer:
       `Neuron ${found.column} gives ${number(found.value)}; its gate is ${number(open[found.column])}, and ` +
       `${number(linear[found.column])} passes through it.`,
-    at: found.stage.name,
-    cell: String(found.column),
+    ...found.place,
   };
 }
 
 /** @type {StepOf} */
 export function experts({ pass, row, gaze: { layer } }) {
-  const name = `blocks.${layer}.mlp.expert_weights`;
-  const found = largest(pass, name, row);
+  const found = largest(pass, `blocks.${layer}.mlp.expert_weights`, row);
   const indices = pass.row(`blocks.${layer}.mlp.expert_indices`, row);
   if (found === null || indices === undefined) return null;
   return {
@@ -327,17 +306,13 @@ export function experts({ pass, row, gaze: { layer } }) {
     sentence: "A router chooses a few feed-forward networks for this token, and how much of each result it gets.",
     question: "Which one counts the most?",
     answer: `Expert ${indices[found.column]}, times ${number(found.value)}.`,
-    at: name,
-    cell: String(found.column),
+    ...found.place,
   };
 }
 
 /** @type {StepOf} */
 export function feedForward(scene) {
-  const { pass, row, gaze } = scene;
-  const { layer } = gaze;
-  const name = `blocks.${layer}.mlp.post`;
-  const found = largest(pass, name, row);
+  const found = largest(scene.pass, `blocks.${scene.gaze.layer}.mlp.post`, scene.row);
   if (!found) return null;
   return {
     title: "Feed-forward",
@@ -346,8 +321,7 @@ export function feedForward(scene) {
       adds(scene, null),
     question: "Which neuron is the most active?",
     answer: `Neuron ${found.column}: ${number(found.value)}.`,
-    at: name,
-    cell: String(found.column),
+    ...found.place,
   };
 }
 
@@ -367,8 +341,7 @@ export function block({ pass, line, row, guesses, gaze: { layer } }) {
       (from ? `Before the layer, the network would say ${from}; after it, ${to}.` : others),
     question: "Which number of the stream is the largest now, by size?",
     answer: `Number ${found.column}: ${number(found.value)}.`,
-    at: `blocks.${layer}.resid_post`,
-    cell: String(found.column),
+    ...found.place,
   };
 }
 
@@ -381,7 +354,8 @@ export const guessed = ({ top: [best] }) => `${quoted(best)} (${percent(best.pro
  * @param {string} name
  * @param {number} row
  * @param {number} [head]
- * @returns {{ stage: PassStage, column: number, value: number } | null} null if there is no such stage
+ * @returns {{ stage: PassStage, column: number, value: number, place: { at: string, cell: string } } | null} `column`:
+ *   in its head; null if there is no such stage
  */
 export function largest(pass, name, row, head) {
   const stage = pass.stages.get(name);
@@ -391,5 +365,5 @@ export function largest(pass, name, row, head) {
   let column = 0;
   for (let index = 1; index < size; index++)
     if (Math.abs(numbers[begin + index]) > Math.abs(numbers[begin + column])) column = index;
-  return { stage, column, value: numbers[begin + column] };
+  return { stage, column, value: numbers[begin + column], place: { at: name, cell: String(begin + column) } };
 }

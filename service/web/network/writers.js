@@ -48,14 +48,21 @@ async function ask(pass, row) {
   if (best === undefined) return null;
   const asked = { ...pass.body, method: "direct", position: row, token: best.id };
   try {
-    const { layers } = /** @type {DirectAnswer} */ (await postJson("/attribute", asked));
-    const writers = layers.flatMap(({ heads, mlp }, layer) => [
-      ...heads.map((share, head) => ({ name: placeName(layer, head), layer, head, share })),
-      { name: placeName(layer, "FFN"), layer, head: null, share: mlp },
-    ]);
-    return writers.sort((one, other) => other.share - one.share);
+    return writersIn(await postJson("/attribute", asked)).sort((one, other) => other.share - one.share);
   } catch (error) {
     if (error instanceof ApiError) return null; // such as a long prompt, for which there is too little memory
     throw error;
   }
+}
+
+/**
+ * Every head and feed-forward network, in the order of the layers.
+ * @param {DirectAnswer} answer
+ * @returns {Writer[]}
+ */
+export function writersIn({ layers }) {
+  return layers.flatMap(({ heads, mlp }, layer) => [
+    ...heads.map((share, head) => ({ name: placeName(layer, head), layer, head, share })),
+    { name: placeName(layer, "FFN"), layer, head: null, share: mlp },
+  ]);
 }

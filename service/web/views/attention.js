@@ -14,15 +14,16 @@ import { View, bodyOf } from "../view.js";
 import { STAGES } from "./attention_head.js";
 import { AttentionMaps } from "./attention_maps.js";
 import { CHOICES, TARGETS, TARGET_NAMES, ranked } from "./attention_ranking.js";
-import { ofPrompt, readEdits } from "./edit_words.js";
+import { ablation, ofPrompt, readEdits } from "./edit_words.js";
 import { isOther, isPosition } from "./positions.js";
 
 /**
  * @import { Means, Model } from "../answers.js"
- * @import { ViewState } from "../view.js"
- * @import { Body, HeadMap, HeadMeans, MapStage } from "./attention_maps.js"
- * @typedef {ViewState & typeof Attention.params} State
+ * @import { Update, ViewState } from "../view.js"
+ * @import { Body, HeadMeans, MapStage } from "./attention_maps.js"
  * @import { HeadWeights, Place, Choice } from "./attention_ranking.js"
+ * @typedef {ViewState & typeof Attention.params} State
+ * @typedef {{ layers: number, heads: number }} Size
  */
 
 const SMALL_MAP = 64; // rows of a small map
@@ -98,17 +99,14 @@ export default class Attention extends View {
     this.#head.addEventListener("trace", ({ detail }) => this.#trace(detail));
   }
 
-  /**
-   * @param {State} state
-   * @param {AbortSignal} signal
-   * @returns {Promise<void>}
-   */
+  /** @type {Update<State>} */
   async update(state, signal) {
     this.#signal = signal;
     const plainBody = bodyOf(state);
     const edits = isWorkedExample(this.context.service, state.model) ? [] : ofPrompt(readEdits(state.edits));
     const body = edits.length > 0 ? { ...plainBody, edits } : plainBody;
-    const { layers, heads } = await this.#sizes(state, body, signal);
+    const size = await this.#sizeOf(state, body, signal);
+    const { layers, heads } = size;
     const isNew = isOther(this.#state, state);
     const isNamed = state.layer !== "" || state.head !== "";
     const named = { layer: state.layer || "0", head: state.head || "0" };
@@ -117,11 +115,11 @@ export default class Attention extends View {
     const given = { layer: readIndex(named.layer, "layer", layers), head: readIndex(named.head, "head", heads) };
     const stage = readChoice(state.stage, "stage", STAGES);
     const target = readChoice(state.find, "find", CHOICES);
-    this.#use(body, edits.length > 0 ? plainBody : null, layers, heads);
+    this.#use(body, edits.length > 0 ? plainBody : null, size);
     this.#head.canAblate =
       Boolean(this.context.service.model?.capabilities.edits) && !isWorkedExample(this.context.service, state.model);
     this.#point(null);
-    if (isNamed) this.#grid.mark(given.layer, given.head);
+    if (isNamed) this.#grid.mark(given);
     await this.#fetchRows(this.#grid.visibleLayers(), signal);
     const means = await this.#maps.means(layers, signal);
     const { tokens } = this.#maps;
@@ -132,8 +130,8 @@ export default class Attention extends View {
     const key = state.key === "" ? Math.max(0, query - 1) : readIndex(state.key, "key", tokens.length);
     const all = await this.#weigh(means, target, query, key, signal);
     const { layer, head } = isNamed ? given : (ranked(all, target)[0] ?? given);
-    this.#grid.mark(layer, head);
-    this.#showChoice(layers, heads, { layer, head });
+    this.#grid.mark({ layer, head });
+    this.#showChoice(size, { layer, head });
     const isEdited = this.#plain !== null;
     this.#ranking.show({ heads: all, target, isEdited, tokens, query, key, chosen: { layer, head } });
     const chosenKey = state.pos === "" || state.key === "" ? null : key;
@@ -182,17 +180,14 @@ export default class Attention extends View {
   /** What the network predicts without the chosen head, in the view of interventions. */
   #ablate() {
     const { layer, head } = this.#shown;
-    const edit = { stage: `blocks.${layer}.attn.z`, op: "zero", heads: [head] };
-    const others = (editsIn(this.#state?.edits) ?? []).filter(
-      (other) => JSON.stringify(other) !== JSON.stringify(edit),
-    );
+    const edit = ablation(layer, head);
+    const edits = editsIn(this.#state?.edits) ?? [];
+    const others = edits.filter((other) => JSON.stringify(other) !== JSON.stringify(edit));
     return this.context.navigate({ view: "edits", edits: JSON.stringify([...others, edit]) });
   }
 
   request() {
-    if (!this.#shown) return null;
-    const { layer, head, stage } = this.#shown;
-    return { path: "/forward", body: this.#maps.forwardBody(layer, head, stage) };
+    return this.#shown ? { path: "/forward", body: this.#maps.forwardBody(this.#shown) } : null;
   }
 
   pictures() {
@@ -209,7 +204,7 @@ export default class Attention extends View {
    * @param {Body} body
    * @param {AbortSignal} signal
    */
-  async #sizes(state, body, signal) {
+  async #sizeOf(state, body, signal) {
     if (!isWorkedExample(this.context.service, state.model))
       return { layers: this.model.config.num_layers, heads: this.model.sizes.head };
     const { maps } = await cached("/patterns", body, signal);
@@ -221,15 +216,14 @@ export default class Attention extends View {
 
   /**
    * Selects of the layer and the head, beside the grid.
-   * @param {number} layers
-   * @param {number} heads
+   * @param {Size} size
    * @param {Place} chosen
    */
-  #showChoice(layers, heads, chosen) {
-    const of = (/** @type {keyof Place} */ name, /** @type {number} */ size) => {
+  #showChoice({ layers, heads }, chosen) {
+    const of = (/** @type {keyof Place} */ name, /** @type {number} */ count) => {
       const control = select(
         { name, onchange: ({ target }) => this.context.navigate({ ...this.#named(), [name]: target.value }) },
-        [...Array(size).keys()],
+        [...Array(count).keys()],
         chosen[name],
       );
       return labelled(`${name[0].toUpperCase()}${name.slice(1)}`, control);
@@ -244,17 +238,16 @@ export default class Attention extends View {
    * Begin anew if the prompt, the model or the edits are others.
    * @param {Body} body
    * @param {Body | null} plainBody
-   * @param {number} layers
-   * @param {number} heads
+   * @param {Size} size
    */
-  #use(body, plainBody, layers, heads) {
+  #use(body, plainBody, size) {
     const key = JSON.stringify(body);
     if (key === this.#key && this.#servedModel === this.context.service.model) return;
     this.#key = key;
     this.#servedModel = this.context.service.model;
     this.#maps = new AttentionMaps(body, SMALL_MAP);
     this.#plain = plainBody && new AttentionMaps(plainBody, SMALL_MAP);
-    this.#grid.reset({ layers, heads });
+    this.#grid.reset(size);
   }
 
   /**
@@ -266,11 +259,10 @@ export default class Attention extends View {
     const missing = layers.filter((layer) => !this.#grid.has(layer));
     const rows = await maps.rows(missing, signal);
     if (maps !== this.#maps) return;
-    for (const [layer, row] of rows)
-      this.#grid.setRow(
-        layer,
-        row.map((map) => ({ ...map, says: saysOf(map.means) })),
-      );
+    for (const [layer, row] of rows) {
+      const patterns = row.map((map) => ({ ...map, says: saysOf(map.means) }));
+      this.#grid.setRow(layer, patterns);
+    }
     this.#hatched.hidden = this.#grid.isComplete;
   }
 
@@ -278,14 +270,14 @@ export default class Attention extends View {
    * @param {Place & { stage: MapStage, position: number, key: number | null }} place
    * @param {AbortSignal} signal
    */
-  async #showHead({ layer, head, stage, position, key }, signal) {
-    const pattern = await this.#maps.head(layer, head, "pattern", signal);
-    const map = stage === "pattern" ? pattern : await this.#maps.head(layer, head, stage, signal);
-    const row = await rowOf(this.#maps, pattern, { layer, head, position }, signal);
-    const plain = (await this.#plain?.head(layer, head, "pattern", signal)) ?? null;
-    const plainRow = this.#plain && plain && (await rowOf(this.#plain, plain, { layer, head, position }, signal));
-    this.#shown = { layer, head, stage };
-    this.#head.show({ layer, head, stage, position, key, map, pattern, row, plain, plainRow });
+  async #showHead(place, signal) {
+    const pattern = await this.#maps.head(place, "pattern", signal);
+    const map = place.stage === "pattern" ? pattern : await this.#maps.head(place, place.stage, signal);
+    const row = await this.#maps.row(place, pattern, signal);
+    const plain = (await this.#plain?.head(place, "pattern", signal)) ?? null;
+    const plainRow = (plain && (await this.#plain?.row(place, plain, signal))) ?? null;
+    this.#shown = place;
+    this.#head.show({ ...place, map, pattern, row, plain, plainRow });
   }
 
   /** @param {Place | null} place */
@@ -295,19 +287,6 @@ export default class Attention extends View {
       ? `${placeName(place.layer, place.head)}: ${said}.`
       : "Point at a picture, or use the arrow keys and Enter.";
   }
-}
-
-/**
- * The exact weights of one query.
- * @param {AttentionMaps} maps
- * @param {HeadMap} pattern of the head
- * @param {Place & { position: number }} place
- * @param {AbortSignal} signal
- */
-async function rowOf(maps, { block, size, values }, { layer, head, position }, signal) {
-  return block === 1
-    ? values.subarray(position * size, (position + 1) * size)
-    : maps.row(layer, head, position, signal);
 }
 
 /**

@@ -9,7 +9,8 @@ import { cached } from "../passes.js";
  * @typedef {"scores" | "attn_scores" | "pattern"} MapStage
  * @typedef {{ model?: string, prompt: Prompt, edits?: Edit[] }} Body
  * @typedef {{ size: number, values: Uint8Array, means: Means | null }} SmallMap
- * @typedef {{ layer: number, head: number, means: Means | null }} HeadMeans `means`: null for a prompt of one token
+ * @typedef {{ layer: number, head: number }} Place
+ * @typedef {Place & { means: Means | null }} HeadMeans `means`: null for a prompt of one token
  * @typedef {{
  *   tokens: PositionedToken[], size: number, block: number, values: Float32Array, means: Means | null,
  * }} HeadMap with a block of 1, the numbers are exact
@@ -97,12 +98,11 @@ export class AttentionMaps {
 
   /**
    * One head.
-   * @param {number} layer
-   * @param {number} head
+   * @param {Place} place
    * @param {MapStage} stage
    * @param {AbortSignal} signal
    */
-  async head(layer, head, stage, signal) {
+  async head({ layer, head }, stage, signal) {
     const answer = await cached(
       "/patterns",
       { ...this.#body, stage, layers: [layer], heads: [head], max_size: EXACT_SIZE, dtype: "float32" },
@@ -118,19 +118,16 @@ export class AttentionMaps {
   }
 
   /**
-   * The exact weights of one query, for prompts whose map is reduced.
-   * @param {number} layer
-   * @param {number} head
-   * @param {number} position
+   * The exact weights of one query: those of the pattern of its head, unless that is reduced.
+   * @param {Place & { position: number }} query
+   * @param {HeadMap} pattern
    * @param {AbortSignal} signal
    */
-  async row(layer, head, position, signal) {
-    const answer = await cached(
-      "/forward",
-      { ...this.forwardBody(layer, head, "pattern"), positions: [position], encoding: "base64", dtype: "float32" },
-      signal,
-    );
-    return decode(answer.stages[0].values, "float32");
+  async row({ layer, head, position }, { block, size, values }, signal) {
+    if (block === 1) return values.subarray(position * size, (position + 1) * size);
+    const pattern = this.forwardBody({ layer, head, stage: "pattern" });
+    const body = { ...pattern, positions: [position], encoding: "base64", dtype: "float32" };
+    return decode((await cached("/forward", body, signal)).stages[0].values, "float32");
   }
 
   /**
@@ -160,33 +157,26 @@ export class AttentionMaps {
     });
   }
 
-  /**
-   * The request for all exact numbers of a head.
-   * @param {number} layer
-   * @param {number} head
-   * @param {MapStage} stage
-   */
-  forwardBody(layer, head, stage) {
+  /** The request for all exact numbers of a head. @param {Place & { stage: MapStage }} shown */
+  forwardBody({ layer, head, stage }) {
     return { ...this.#body, stages: [`blocks.${layer}.attn.${stage}`], heads: [head], detail: "values", top_k: 0 };
   }
 
   /** @param {PatternsAnswer} answer */
   #keepMeans({ maps, tokens }) {
     this.tokens = tokens;
-    for (const { layer } of maps)
-      this.#means.set(
-        layer,
-        maps.filter((map) => map.layer === layer).map(({ means }) => means),
-      );
+    for (const [layer, some] of Map.groupBy(maps, (map) => map.layer)) {
+      const means = some.map((map) => map.means);
+      this.#means.set(layer, means);
+    }
   }
 }
-
-const byteOf = (/** @type {number} */ weight) => Math.round(255 * Math.min(1, Math.max(0, weight)));
 
 /**
  * Weights as bytes: 255 is a weight of 1, or of more.
  * @param {Numbers} weights
  */
 function bytesOf(weights) {
-  return weights instanceof Uint8Array ? weights : Uint8Array.from(weights, byteOf);
+  if (weights instanceof Uint8Array) return weights;
+  return Uint8Array.from(weights, (weight) => Math.round(255 * Math.min(1, Math.max(0, weight))));
 }

@@ -5,7 +5,9 @@ import { barTable } from "../draw/bars.js";
 import "../draw/heat_map.js";
 import { number, shown, signed } from "../format.js";
 import { placeName } from "../network/names.js";
+import { writersIn } from "../network/writers.js";
 import { note } from "../terms.js";
+import { ablation } from "./edit_words.js";
 import { didYouMean } from "./field_message.js";
 
 /**
@@ -190,15 +192,8 @@ function sumOf({ logit, total, remainder, capped_logit, dtype, target }) {
  * @param {DirectAnswer} answer
  * @returns {Part[]}
  */
-function partsOf({ layers }) {
-  const parts = layers.flatMap(({ heads, mlp }, layer) => [
-    ...heads.map((share, head) => ({
-      name: placeName(layer, head),
-      share,
-      edit: { stage: `blocks.${layer}.attn.z`, op: "zero", heads: [head] },
-    })),
-    { name: placeName(layer, "FFN"), share: mlp, edit: { stage: `blocks.${layer}.mlp_out`, op: "zero" } },
-  ]);
+function partsOf(answer) {
+  const parts = writersIn(answer).map(({ name, layer, head, share }) => ({ name, share, edit: ablation(layer, head) }));
   return parts.sort((a, b) => Math.abs(b.share) - Math.abs(a.share));
 }
 

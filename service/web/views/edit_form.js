@@ -149,8 +149,12 @@ export class EditForm extends HTMLElement {
     /** @type {Edit} */
     const edit = { stage: `blocks.${layer.value}.${part.value}`, op: op.value };
     if (part.value === "attn.z" && head.value !== "") edit.heads = [Number(head.value)];
-    const places = placesIn(positions.value);
-    if (places !== "all") edit.positions = places;
+    try {
+      const places = readPositions(positions.value);
+      if (places !== "all") edit.positions = places;
+    } catch (error) {
+      throw new FieldError(messageOf(error), "positions");
+    }
     if (op.value === "scale") edit.factor = readNumber(factor);
     if (op.value === "add") {
       if (this.#vectors.length === 0)
@@ -175,7 +179,7 @@ export class EditForm extends HTMLElement {
    */
   #show(message, name) {
     const field = name === null ? undefined : this.#fields[name];
-    this.#message.show(message, this.#form, field && controlOf(field));
+    this.#message.show(message, this.#form, field instanceof HTMLLabelElement ? field.control : null);
   }
 
   /** For a patch: how many tokens both prompts have, and which position is copied to which. */
@@ -238,11 +242,6 @@ class FieldError extends Error {
   }
 }
 
-/** @param {HTMLElement} field */
-function controlOf(field) {
-  return field instanceof HTMLLabelElement ? field.control : null;
-}
-
 /**
  * The tokens of a prompt, which is a text or a list of ids.
  * @param {Prompt} prompt
@@ -258,18 +257,6 @@ function readNumber({ name, value }) {
   if (value.trim() === "" || !Number.isFinite(Number(value)))
     throw new FieldError("A number is needed.", /** @type {Name} */ (name));
   return Number(value);
-}
-
-/**
- * The positions of a field.
- * @param {string} text
- */
-function placesIn(text) {
-  try {
-    return readPositions(text);
-  } catch (error) {
-    throw new FieldError(messageOf(error), "positions");
-  }
 }
 
 customElements.define("edit-form", EditForm);

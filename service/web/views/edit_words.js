@@ -18,6 +18,18 @@ export const PARTS = {
 };
 
 /**
+ * The edit that switches off a head, or the feed-forward network of a layer (null).
+ * @param {number} layer
+ * @param {number | null} head
+ * @returns {Edit}
+ */
+export function ablation(layer, head) {
+  return head === null
+    ? { stage: `blocks.${layer}.mlp_out`, op: "zero" }
+    : { stage: `blocks.${layer}.attn.z`, op: "zero", heads: [head] };
+}
+
+/**
  * The edits of an address, for requests.
  * @param {string} text
  */
@@ -77,7 +89,7 @@ export function inWords(edit) {
     zero: () => `Set ${subject} to zero`,
     mean: () => `Replace ${subject} by its mean${edit.source ? ` over ${sourceOf(edit)}` : " over the prompt"}`,
     scale: () => `Multiply ${subject} by ${edit.factor}`,
-    add: () => `Add ${scaled(edit.scale)}${vectorOf(edit)} to ${subject}`,
+    add: () => `Add ${(edit.scale ?? 1) === 1 ? "" : `${edit.scale} × `}${vectorOf(edit)} to ${subject}`,
     set: () => `Set ${subject} to ${vectorOf(edit)}`,
     patch: () => `Take ${subject} from ${sourceOf(edit)}`,
     project: () => `Keep ${edit.coeff ?? 0} times the part of ${subject} along ${vectorOf(edit)}`,
@@ -129,11 +141,6 @@ function listed(positions, name) {
 function vectorOf({ vector, value }) {
   if (vector === undefined) return String(value);
   return typeof vector === "string" ? `the vector “${vector}”` : "a vector of its own";
-}
-
-/** @param {unknown} scale */
-function scaled(scale) {
-  return scale === undefined || scale === 1 ? "" : `${scale} × `;
 }
 
 /** @param {Edit} edit */

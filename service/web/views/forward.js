@@ -15,7 +15,7 @@ import "./stage_search.js";
 /**
  * @import { Architecture, ForwardAnswer, Model, PositionedToken, Prompt, Stage } from "../answers.js"
  * @import { StageEntry } from "../stages.js"
- * @import { ViewState } from "../view.js"
+ * @import { Update, ViewState } from "../view.js"
  * @typedef {ViewState & typeof Forward.params} State
  * @typedef {{ model?: string, prompt: Prompt, positions?: number[] }} Body
  */
@@ -68,11 +68,7 @@ export default class Forward extends View {
     );
   }
 
-  /**
-   * @param {State} state
-   * @param {AbortSignal} signal
-   * @returns {Promise<void>}
-   */
+  /** @type {Update<State>} */
   async update(state, signal) {
     const before = this.#state;
     this.#state = state;
@@ -97,10 +93,13 @@ export default class Forward extends View {
       state.position === ""
         ? overview
         : await cached("/forward", { ...selected, ...this.#outerRequest(state), top_k: 0 }, signal);
+    const summaries = [...layers].map((layer) =>
+      cached("/forward", { ...selected, stages: [`blocks.${layer}.*`], top_k: 0 }, signal),
+    );
     const [answers, stream] = await Promise.all([
-      this.#summaries(selected, layers, signal),
+      Promise.all(summaries),
       this.#stream(selected, names, signal),
-      this.#showOpen(base, open, state, overview, signal),
+      this.#showOpen(state, overview, signal),
       this.#run(base, signal),
     ]);
     [outer, ...answers].forEach((answer) => this.#map.showSummaries(answer));
@@ -135,7 +134,7 @@ export default class Forward extends View {
       .map(({ position }) => position)
       .filter((position) => position % step === 0 || position === chosen);
     await pass.read(this.#map.sight, positions, this.#signal);
-    if (pass === this.#pass) this.#map.draw(pass, positions, chosen);
+    if (pass === this.#pass) this.#map.draw({ pass, positions, chosen });
   }
 
   request() {
@@ -167,17 +166,6 @@ export default class Forward extends View {
   }
 
   /**
-   * @param {Body} base
-   * @param {Set<string>} layers
-   * @param {AbortSignal} signal
-   */
-  #summaries(base, layers, signal) {
-    return Promise.all(
-      [...layers].map((layer) => cached("/forward", { ...base, stages: [`blocks.${layer}.*`], top_k: 0 }, signal)),
-    );
-  }
-
-  /**
    * The residual stream after each layer.
    * @param {Body} base
    * @param {string[]} names
@@ -191,34 +179,22 @@ export default class Forward extends View {
 
   /**
    * Show the values of the open stages. Predictions are in the overview already.
-   * @param {Body} base
-   * @param {string[]} open
    * @param {State} state
    * @param {ForwardAnswer} overview
    * @param {AbortSignal} signal
    */
-  async #showOpen(base, open, state, overview, signal) {
+  async #showOpen(state, overview, signal) {
+    const count = overview.tokens.length;
+    const position = state.position === "" ? count - 1 : readPosition(state.position, count);
     await Promise.all(
-      open.map(async (name) => {
-        if (this.#map.showsPredictions(name))
-          return this.#map.showPredictions(
-            name,
-            overview,
-            state.position === "" ? overview.tokens.length - 1 : readPosition(state.position, overview.tokens.length),
-          );
+      asList(state.stage).map(async (name) => {
+        if (this.#map.showsPredictions(name)) return this.#map.showPredictions(name, overview, position);
         // an unknown stage has no axes: the service says what is wrong with it
         const known = [...overview.stages, ...(this.context.service.model?.stages ?? [])];
         const dims = known.find((stage) => stage.name === name)?.dims ?? [];
         const heads = dims.some((dim) => dim === "head" || dim === "kv_head") ? { heads: [Number(state.head)] } : {};
-        const body = {
-          ...base,
-          stages: [name],
-          ...heads,
-          detail: "values",
-          encoding: "base64",
-          dtype: "float32",
-          top_k: 0,
-        };
+        const numbers = { detail: "values", encoding: "base64", dtype: "float32", top_k: 0 };
+        const body = { ...bodyOf(state), stages: [name], ...heads, ...numbers };
         const answer = await cached("/forward", body, signal);
         return this.#map.showValues(name, answer, Number(state.head));
       }),

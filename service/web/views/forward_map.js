@@ -12,9 +12,9 @@ import { StageCard, StageValues, isPrediction } from "./stage_card.js";
 
 /**
  * @import { Architecture, ForwardAnswer, Stage } from "../answers.js"
- * @import { Pass } from "../network/pass.js"
  * @import { StageEntry } from "../stages.js"
  * @import { Part, Section } from "./block_map.js"
+ * @import { Rows } from "./stage_picture.js"
  * @typedef {ForwardAnswer & { position: number }} AnswerAt
  * @typedef {HTMLElement & { show: (answer: AnswerAt) => void }} Predictions
  */
@@ -54,15 +54,11 @@ export class ForwardMap extends HTMLElement {
     this.#layers.clear();
     this.#sight.clear();
     this.#observer.disconnect();
-    const before = names.slice(
-      0,
-      names.findIndex((name) => name.startsWith("blocks.")),
-    );
-    const after = names.filter((name) => !name.startsWith("blocks.") && !before.includes(name));
-    const layers = Map.groupBy(
-      names.filter((name) => name.startsWith("blocks.")),
-      (name) => name.split(".")[1],
-    );
+    const first = names.findIndex((name) => name.startsWith("blocks."));
+    const [before, others] = [names.slice(0, first), names.slice(first)];
+    const after = others.filter((name) => !name.startsWith("blocks."));
+    const inside = others.filter((name) => name.startsWith("blocks."));
+    const layers = Map.groupBy(inside, (name) => name.split(".")[1]);
     this.replaceChildren(
       this.#outside("Embeddings: from tokens to the residual stream", before),
       ...[...layers].map(([layer, stages]) => this.#layer(layer, stages)),
@@ -86,14 +82,9 @@ export class ForwardMap extends HTMLElement {
     return [...this.#sight].filter((name) => !isPrediction(name));
   }
 
-  /**
-   * Draw the pictures of the stages that a pass has.
-   * @param {Pass} pass
-   * @param {number[]} positions the rows of the pictures
-   * @param {number | null} chosen
-   */
-  draw(pass, positions, chosen) {
-    for (const name of this.sight) this.#cardOf(name).draw(pass, positions, chosen);
+  /** Draw the pictures of the stages that a pass has. @param {Rows} rows */
+  draw(rows) {
+    for (const name of this.sight) this.#cardOf(name).draw(rows);
   }
 
   /**
@@ -244,9 +235,9 @@ export class ForwardMap extends HTMLElement {
       { class: "layer", dataset: { layer } },
       el(
         "div",
-        { class: "layer-head" },
+        { class: "row layer-head" },
         el("h3", {}, button, el("span", { class: "faint" }, ` ${names.length} stages`)),
-        el("p", { class: "stream-length" }),
+        el("p", { class: "row stream-length" }),
       ),
       map,
     );
@@ -286,19 +277,12 @@ export class ForwardMap extends HTMLElement {
     const hasHeadings = sections.some(({ title }) => title);
     const kind = cards.length === 1 ? "is-single" : hasHeadings ? "has-headings" : "";
     const grid = el("div", { class: `stage-grid ${kind}` }, cards);
-    for (const [name, most] of Object.entries(MOST_COLUMNS))
-      grid.style.setProperty(`--${name}`, String(balanced(cards.length, most)));
+    for (const [name, most] of Object.entries(MOST_COLUMNS)) {
+      const numRows = Math.ceil(cards.length / most);
+      grid.style.setProperty(`--${name}`, String(Math.ceil(cards.length / numRows))); // about equally long rows
+    }
     return grid;
   }
-}
-
-/**
- * How many columns a grid has whose rows are about equally long.
- * @param {number} count of the cells
- * @param {number} most columns
- */
-function balanced(count, most) {
-  return Math.ceil(count / Math.ceil(count / most));
 }
 
 customElements.define("forward-map", ForwardMap);

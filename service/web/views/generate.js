@@ -14,9 +14,9 @@ import { readEdits } from "./edit_words.js";
 import { TokenPanel } from "./token_panel.js";
 
 /**
- * @import { FinishReason, Logprob, TokenLogprob, Usage } from "../answers.js"
+ * @import { FinishReason, Logprob, Usage } from "../answers.js"
  * @import { Texts } from "../sampling_controls.js"
- * @import { ViewState } from "../view.js"
+ * @import { Update, ViewState } from "../view.js"
  * @import { Generated } from "./token_panel.js"
  * @typedef {ViewState & typeof GenerateView.params} State
  *
@@ -96,6 +96,8 @@ export default class GenerateView extends View {
     this.#strip.addEventListener("choose", ({ detail }) => this.context.navigate({ token: String(detail.index) }));
     const { model } = this.context.service;
     const hasTemplate = Boolean(model?.capabilities.chat_template);
+    const defaults = model?.generation_defaults ?? {};
+    const off = Object.keys(switchedOff(defaults)).map((name) => `${name} ${defaults[name]}`);
     this.#details = el(
       "details",
       { class: "settings", open: !matchMedia("(max-width: 40rem)").matches },
@@ -106,7 +108,9 @@ export default class GenerateView extends View {
         { class: "row" },
         el("span", {}, labelled("Max tokens", this.#maxTokens), " ", this.#room),
         el("label", {}, "Seed ", this.#seed),
-        actionButton("New seed", () => this.#newSeed()),
+        actionButton("New seed", () =>
+          this.context.navigate({ seed: String(crypto.getRandomValues(new Uint32Array(1))[0]), token: "" }),
+        ),
         actionButton("Use the model's defaults", () => this.#useDefaults()),
         this.#chatLabel,
         el("label", {}, this.#numbers, " Probabilities below the tokens"),
@@ -115,7 +119,7 @@ export default class GenerateView extends View {
         "p",
         { class: "faint" },
         withTerms("Temperature 0 always gives the same text ({greedy}). Above 0, the {seed} decides."),
-        saidOff(model?.generation_defaults ?? {}),
+        off.length > 0 && ` The model's own ${off.join(" and ")} ${off.length > 1 ? "are" : "is"} switched off here.`,
       ),
       el(
         "p",
@@ -141,10 +145,7 @@ export default class GenerateView extends View {
     this.#chatLabel.hidden = !hasTemplate;
   }
 
-  /**
-   * @param {State} state
-   * @param {AbortSignal} signal
-   */
+  /** @type {Update<State>} */
   async update(state, signal) {
     this.#state = state;
     this.#fill(state);
@@ -233,7 +234,12 @@ export default class GenerateView extends View {
     if (edits.length > 0) this.#card.after(this.#difference, this.#plain);
     else for (const part of [this.#difference, this.#plain]) part.remove();
     try {
-      if (state.chat) await this.#renderChat(run, state, signal);
+      if (state.chat) {
+        const messages = [{ role: "user", content: state.prompt }];
+        const { tokens } = await postJson("/tokenize", { messages }, signal); // with the chat template of the model
+        run.promptIds = tokens.map((token) => token.id);
+        this.#sent.textContent = tokens.map((token) => token.text ?? shown(token)).join("");
+      }
       const body = {
         ...(state.model && { model: state.model }),
         prompt: state.chat ? run.promptIds : state.prompt,
@@ -244,7 +250,11 @@ export default class GenerateView extends View {
       for await (const event of postStream("/generate", run.body, signal)) {
         run.text += event.text ?? "";
         if (event.finish_reason) run.end = { finish_reason: event.finish_reason, usage: event.usage };
-        else if (event.token) this.#add(run, event.token, event.text ?? "");
+        else if (event.token) {
+          const entry = readToken(event.token, event.text ?? "");
+          run.tokens.push(entry);
+          if (run === this.#run) this.#strip.add(entryOf(entry));
+        }
         if (run === this.#run) this.#say(run, performance.now() - started);
       }
       if (edits.length === 0 || run !== this.#run) return;
@@ -260,26 +270,16 @@ export default class GenerateView extends View {
 
   /**
    * @param {Run} run
-   * @param {TokenLogprob} token
-   * @param {string} text
-   */
-  #add(run, token, text) {
-    const entry = readToken(token, text);
-    run.tokens.push(entry);
-    if (run === this.#run) this.#strip.add(entryOf(entry));
-  }
-
-  /**
-   * @param {Run} run
    * @param {number} milliseconds
    */
   #say(run, milliseconds) {
     const number = count(run.tokens.length);
     const unit = run.tokens.length === 1 ? "token" : "tokens";
-    if (run.end === null || typeof run.end === "string") this.#status.textContent = `${number} ${unit} …`;
-    else
-      this.#status.textContent =
-        `${number} ${unit} in ${(milliseconds / 1000).toFixed(2)} s: ` + `${ENDS[run.end.finish_reason]}.`;
+    const seconds = (milliseconds / 1000).toFixed(2);
+    this.#status.textContent =
+      run.end === null || typeof run.end === "string"
+        ? `${number} ${unit} …`
+        : `${number} ${unit} in ${seconds} s: ${ENDS[run.end.finish_reason]}.`;
   }
 
   /** @param {Run} run */
@@ -304,18 +304,6 @@ export default class GenerateView extends View {
       numPrompt === null
         ? `at most ${count(places)} with the prompt`
         : `at most ${count(places - numPrompt)} (context ${count(places)} − prompt ${count(numPrompt)})`;
-  }
-
-  /**
-   * The prompt with the chat template of the model.
-   * @param {Run} run
-   * @param {State} state
-   * @param {AbortSignal} signal
-   */
-  async #renderChat(run, state, signal) {
-    const { tokens } = await postJson("/tokenize", { messages: [{ role: "user", content: state.prompt }] }, signal);
-    run.promptIds = tokens.map((token) => token.id);
-    this.#sent.textContent = tokens.map((token) => token.text ?? shown(token)).join("");
   }
 
   /**
@@ -349,6 +337,9 @@ export default class GenerateView extends View {
           "counted from 0.",
       );
     this.#strip.mark(index);
+    const used = this.#used(state);
+    const wasGreedy = Number(used.temperature) === 0;
+    const start = wasGreedy ? { ...used, temperature: "1" } : used; // 0 leaves one token
     const ids = [...(await this.#readPromptIds(run, state, signal)), ...run.tokens.slice(0, index).map(({ id }) => id)];
     return this.#panel.show(
       {
@@ -356,8 +347,8 @@ export default class GenerateView extends View {
         ids,
         token,
         index,
-        wasGreedy: Number(this.#used(state).temperature) === 0,
-        tried: this.#tried(state),
+        wasGreedy,
+        tried: eachSetting(({ name }) => state[`try_${name}`] || start[name]), // what the sliders show
         canContinue: !state.chat && typeof state.prompt === "string",
       },
       signal,
@@ -387,17 +378,6 @@ export default class GenerateView extends View {
   #used(state) {
     const defaults = this.model.generation_defaults;
     return eachSetting(({ name, off }) => (state[name] !== "" ? state[name] : String(defaults[name] ?? off)));
-  }
-
-  /**
-   * What the sliders of a token show: the settings of the text, but temperature 1 in place of 0, which leaves one
-   * token.
-   * @param {State} state
-   */
-  #tried(state) {
-    const used = this.#used(state);
-    if (Number(used.temperature) === 0) used.temperature = "1";
-    return eachSetting(({ name }) => state[`try_${name}`] || used[name]);
   }
 
   /** @param {Texts} values */
@@ -477,10 +457,6 @@ export default class GenerateView extends View {
     return box;
   }
 
-  #newSeed() {
-    this.context.navigate({ seed: String(crypto.getRandomValues(new Uint32Array(1))[0]), token: "" });
-  }
-
   #useDefaults() {
     const defaults = this.model.generation_defaults;
     this.context.navigate({ ...eachSetting(({ name, off }) => String(defaults[name] ?? off)), token: "" });
@@ -500,17 +476,6 @@ export default class GenerateView extends View {
       rows,
     };
   }
-}
-
-/**
- * What the defaults of the model have, but the requests of this view switch off.
- * @param {Record<string, number>} defaults
- */
-function saidOff(defaults) {
-  const given = Object.keys(switchedOff(defaults)).map((name) => `${name} ${defaults[name]}`);
-  return given.length > 0
-    ? ` The model's own ${given.join(" and ")} ${given.length > 1 ? "are" : "is"} switched off here.`
-    : "";
 }
 
 customElements.define("generate-view", GenerateView);

@@ -23,7 +23,7 @@ import { steeringEdit } from "./steering.js";
  * @import { Edit, ForwardAnswer, Model } from "../answers.js"
  * @import { NamedEdit } from "./edit_words.js"
  * @import { Source } from "./steering.js"
- * @import { ViewState } from "../view.js"
+ * @import { Update, ViewState } from "../view.js"
  * @import { Field } from "./direct_attribution.js"
  * @typedef {ViewState & typeof Interventions.params} State
  */
@@ -84,7 +84,7 @@ export default class Interventions extends View {
       this.#form,
       json,
     );
-    const another = el("button", { type: "button" }, "Show another position");
+    const another = actionButton("Show another position", () => position.requestSubmit());
     const position = el("form", { class: "row" }, labelled("After position", this.#position), another);
     const heading = el("h3", {}, "The next token, without and with the edits");
     this.#halves.append(
@@ -92,7 +92,6 @@ export default class Interventions extends View {
       el("div", {}, this.#sweep, this.#attribution),
     );
     this.append(this.#steer, meaning, el("h3", {}, "Edits"), this.#chips, others, this.#texts, this.#halves);
-    another.addEventListener("click", () => position.requestSubmit());
     onSubmit(position, () => this.context.navigate({ pos: this.#position.value }));
     this.#steer.addEventListener("add", ({ detail }) => this.#add(detail.edit));
     this.#steer.addEventListener("fail", ({ detail }) => this.context.report(detail.error));
@@ -106,11 +105,7 @@ export default class Interventions extends View {
     this.#attribution.addEventListener("explain", ({ detail }) => this.context.navigate(detail));
   }
 
-  /**
-   * @param {State} state
-   * @param {AbortSignal} signal
-   * @returns {Promise<void>}
-   */
+  /** @type {Update<State>} */
   async update(state, signal) {
     const { model } = this;
     if ((state.pos !== "" || state.other !== "") && isOther(this.#state, state))
@@ -137,14 +132,14 @@ export default class Interventions extends View {
     sweep.catch(() => {}); // its error is thrown below, unless the edits have one
     let answer;
     try {
-      answer = await this.#compare(state, model, signal);
+      answer = await this.#compare(state, signal);
     } catch (error) {
       if (!signal.aborted) this.#clear();
       throw error;
     }
     await Promise.all([
-      this.#write(answer, state, model, signal),
-      model.capabilities.direct_attribution ? this.#explain(answer, state, model, signal) : null,
+      this.#write(answer, state, signal),
+      model.capabilities.direct_attribution ? this.#explain(answer, state, signal) : null,
       sweep,
     ]);
     return undefined;
@@ -157,17 +152,16 @@ export default class Interventions extends View {
   /**
    * The answer for the edits.
    * @param {State} state
-   * @param {Model} model
    * @param {AbortSignal} signal
    */
-  async #compare(state, model, signal) {
+  async #compare(state, signal) {
     this.#edits = [];
     try {
       this.#edits = readNamedEdits(state.edits);
     } finally {
       this.#showChips();
     }
-    this.#body = this.#bodyOf(state, model, this.#edits);
+    this.#body = this.#bodyOf(state, this.#edits);
     const answer = await cached("/forward", this.#body, signal);
     this.#comparison.show(answer);
     this.#halves.classList.add("is-kept");
@@ -179,13 +173,12 @@ export default class Interventions extends View {
    * Write how the network goes on, without the edits and with them.
    * @param {ForwardAnswer} answer
    * @param {State} state
-   * @param {Model} model
    * @param {AbortSignal} signal
    */
-  async #write({ tokens }, state, model, signal) {
-    const body = bodyOf(state);
+  async #write({ tokens }, state, signal) {
+    const given = { body: bodyOf(state), edits: withoutNames(this.#edits), model: this.model };
     try {
-      await this.#texts.show({ body, edits: withoutNames(this.#edits), model, numTokens: tokens.length }, signal);
+      await this.#texts.show({ ...given, numTokens: tokens.length }, signal);
     } catch (error) {
       if (!signal.aborted) this.#texts.clear();
       throw error;
@@ -196,18 +189,17 @@ export default class Interventions extends View {
    * What writes the chosen token, or the most likely one of the pass without edits.
    * @param {ForwardAnswer} answer
    * @param {State} state
-   * @param {Model} model
    * @param {AbortSignal} signal
    */
-  async #explain(answer, state, model, signal) {
+  async #explain(answer, state, signal) {
     const [{ position, top }] = (answer.baseline ?? answer).predictions;
     const [best] = top;
-    const hints = model.capabilities.tokenizer ? await hintsOf(state, signal) : [];
+    const hints = this.model.capabilities.tokenizer ? await hintsOf(state, signal) : [];
     this.#attribution.hidden = false;
     this.#attribution.prepare({ token: state.explain || String(best.text ?? best.id), minus: state.minus, hints });
     this.#attribution.wait();
     try {
-      const body = this.#question(state, model, position, best.id);
+      const body = this.#question(state, position, best.id);
       this.#attribution.show(await cached("/attribute", body, signal));
     } catch (error) {
       if (!signal.aborted) {
@@ -237,14 +229,13 @@ export default class Interventions extends View {
 
   /**
    * @param {State} state
-   * @param {Model} served
    * @param {NamedEdit[]} list
    */
-  #bodyOf(state, served, list) {
+  #bodyOf(state, list) {
     const { pos } = state;
     if (!/^-?\d*$/.test(pos)) throw new Error(`position: “${pos}” is not a position.`);
     const edits = list.length > 0 ? { edits: withoutNames(list), baseline: true } : {};
-    const top_k = Math.min(MAX_TOKENS_COMPARED, served.sizes.d_vocab);
+    const top_k = Math.min(MAX_TOKENS_COMPARED, this.model.sizes.d_vocab);
     return {
       ...bodyOf(state),
       stages: STAGES,
@@ -257,12 +248,12 @@ export default class Interventions extends View {
 
   /**
    * @param {State} state
-   * @param {Model} served
    * @param {number} position
    * @param {number} best the id of the most likely token
    */
-  #question(state, { capabilities }, position, best) {
+  #question(state, position, best) {
     const { explain, minus } = state;
+    const { capabilities } = this.model;
     const read = (/** @type {string} */ text) => (capabilities.tokenizer ? text : Number(text));
     return {
       method: "direct",
@@ -288,17 +279,10 @@ export default class Interventions extends View {
         actionButton("✕", remove, { class: "small", "aria-label": `Remove: ${words}` }),
       );
     });
-    const all =
-      this.#edits.length > 1
-        ? el(
-            "li",
-            {},
-            actionButton("Remove all", () => this.#set("[]"), { class: "small" }),
-          )
-        : "";
+    const all = actionButton("Remove all", () => this.#set("[]"), { class: "small" });
     this.#chips.replaceChildren(
       ...(chips.length > 0 ? chips : [el("li", { class: "faint" }, "There are no edits yet.")]),
-      all,
+      chips.length > 1 ? el("li", {}, all) : "",
     );
     controls()[focused]?.focus(); // a slider that an arrow key has moved
   }
@@ -377,7 +361,7 @@ export default class Interventions extends View {
     this.#isChecking = true;
     const edits = [...this.#edits, edit];
     try {
-      await cached("/forward", this.#bodyOf(state, this.model, edits));
+      await cached("/forward", this.#bodyOf(state, edits));
       if (state === this.#state) this.#add(edit);
     } catch (error) {
       if (error instanceof ApiError && isRefusal(error)) this.#form.refuse(error);

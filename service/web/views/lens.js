@@ -16,7 +16,7 @@ import { isOther, isPosition } from "./positions.js";
 
 /**
  * @import { Edit, LensAnswer, Prompt } from "../answers.js"
- * @import { ViewState } from "../view.js"
+ * @import { Update, ViewState } from "../view.js"
  * @typedef {ViewState & typeof Lens.params} State
  * @typedef {{ prompt: Prompt, size: number, numGenerated: number }} Text the tokens to look at
  * @typedef {keyof typeof CELLS} Cells
@@ -107,13 +107,12 @@ export default class Lens extends View {
     );
   }
 
-  /**
-   * @param {State} state
-   * @param {AbortSignal} signal
-   * @returns {Promise<void>}
-   */
+  /** @type {Update<State>} */
   async update(state, signal) {
-    checkCount(state.generate);
+    if (!/^\d+$/.test(state.generate))
+      throw new Error(
+        `“${state.generate}” is not a number of tokens. Write 0, or how many tokens the model shall add.`,
+      );
     this.#generate.value = state.generate;
     this.#token.value = state.token;
     this.#cells.value = state.cells;
@@ -137,7 +136,7 @@ export default class Lens extends View {
     const isSame = this.#shown?.answer === answer && this.#shown.cells === cells;
     this.#shown = { state, body, answer, plain, first, row, position, cells, ...text };
     if (!isSame) this.#showGrid();
-    this.#grid.select(row, position - first);
+    this.#grid.select({ row, column: position - first });
     this.#showWords();
     this.#showOne();
     this.#showPager();
@@ -284,12 +283,7 @@ export default class Lens extends View {
       });
       return { label: name, title: layer.stage, cells: drawn };
     });
-    this.#grid.show({
-      label: `Logit lens: ${CELLS[cells]} after each layer, at each position`,
-      corner: "",
-      columns,
-      rows,
-    });
+    this.#grid.show({ label: `Logit lens: ${CELLS[cells]} after each layer, at each position`, columns, rows });
     this.#showLegend();
   }
 
@@ -424,15 +418,6 @@ export default class Lens extends View {
       ]),
     };
   }
-}
-
-/**
- * Refuse a text that is not a number of tokens.
- * @param {string} text
- */
-function checkCount(text) {
-  if (!/^\d+$/.test(text))
-    throw new Error(`“${text}” is not a number of tokens. Write 0, or how many tokens the model shall add.`);
 }
 
 customElements.define("lens-view", Lens);

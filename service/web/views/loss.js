@@ -13,7 +13,7 @@ import { isOther, isPosition, readPosition } from "./positions.js";
 
 /**
  * @import { ForwardAnswer, Prediction, Token } from "../answers.js"
- * @import { ViewState } from "../view.js"
+ * @import { Update, ViewState } from "../view.js"
  * @typedef {ViewState & typeof Loss.params} State
  * @typedef {{ token: Token, position: number, loss: number | null, guesses: Prediction[] }} Predicted
  * @typedef {Predicted & { loss: number }} Known
@@ -54,11 +54,7 @@ export default class Loss extends View {
     );
   }
 
-  /**
-   * @param {State} state
-   * @param {AbortSignal} signal
-   * @returns {Promise<void>}
-   */
+  /** @type {Update<State>} */
   async update(state, signal) {
     const body = this.#body(state);
     const answer = await cached("/forward", body, signal);
@@ -99,7 +95,10 @@ export default class Loss extends View {
     const worst = highest(predicted);
     this.#strip.show(
       "Tokens of the prompt, with the loss of predicting each one",
-      predicted.map(({ token, loss }) => ({ token, share: (loss ?? 0) / (worst?.loss ?? 1), said: shortLoss(loss) })),
+      predicted.map(({ token, loss }) => ({
+        ...{ token, share: (loss ?? 0) / (worst?.loss ?? 1) },
+        said: loss === null ? "–" : loss.toFixed(loss < 10 ? 3 : 2), // fits below the token
+      })),
     );
     this.#strip.mark(predicted.indexOf(selected));
     this.#legend.replaceChildren(
@@ -203,14 +202,6 @@ function surprises(known) {
   return named.length > 0
     ? `The least expected tokens: ${named.join(", ")} and ${last}.`
     : `There is one loss: ${last}.`;
-}
-
-/**
- * A loss that fits below its token. The table has all digits.
- * @param {number | null} loss
- */
-function shortLoss(loss) {
-  return loss === null ? "–" : loss.toFixed(loss < 10 ? 3 : 2);
 }
 
 /**

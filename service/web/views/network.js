@@ -30,7 +30,7 @@ import { isOther, isPosition, readPosition } from "./positions.js";
  * @import { Spot } from "../network/scene.js"
  * @import { Edit, Model } from "../answers.js"
  * @import { Body } from "../network/pass.js"
- * @import { ViewState } from "../view.js"
+ * @import { Update, ViewState } from "../view.js"
  * @typedef {ViewState & typeof Network.params} State
  */
 
@@ -130,11 +130,7 @@ export default class Network extends View {
     this.#picture.canvas.addEventListener("keydown", (event) => this.#press(event));
   }
 
-  /**
-   * @param {State} state
-   * @param {AbortSignal} signal
-   * @returns {Promise<void>}
-   */
+  /** @type {Update<State>} */
   async update(state, signal) {
     const before = this.#state;
     this.#signal = signal;
@@ -145,7 +141,7 @@ export default class Network extends View {
     if (Object.keys(stale).length > 0) return this.context.navigate(stale, { replace: true });
     const spot = this.#spotOf(state);
     const row = spot.row;
-    const reading = this.#readLens(state, row, signal); // while the picture is drawn
+    const reading = this.#readLens(row, signal); // while the picture is drawn
     reading.catch(() => {}); // its error is thrown below, unless there is another one
     await Promise.all([pass.readAround(row, signal), this.#plain?.readAround(row, signal)]);
     const head = state.head === "" ? null : readIndex(state.head, "head", numHeadsOf(pass));
@@ -159,7 +155,7 @@ export default class Network extends View {
     const focus = pass.stages.has(state.at) || state.at === PREDICTIONS ? spot.from : null;
     const look = { plain: this.#plain, row, head, chosen, lens: this.#lensOf(row), isStep: state.step !== "" };
     this.#card.hidden = state.step === ""; // the picture takes the room that remains
-    const isNew = this.#picture.show(line, this.#drawn(), look, { focus, hasLens: this.#hasLens(state) });
+    const isNew = this.#picture.show(line, this.#drawn(), look, { focus, hasLens: this.#hasLens });
     this.#picture.measure();
     const place = (/** @type {State | null} */ s) => s && [s.at, s.cell, s.position].join();
     if (isNew && state.at === "") this.#picture.play();
@@ -170,7 +166,7 @@ export default class Network extends View {
     this.#showLegend(state);
     this.#say(null);
     this.#table.refresh();
-    if (this.#hasWriters(state))
+    if (this.#hasWriters)
       setTimeout(() => !signal.aborted && readWriters(pass, row).catch(this.context.report), IDLE_MILLISECONDS);
     return undefined;
   }
@@ -228,9 +224,8 @@ export default class Network extends View {
   async #chapters(lesson, row, signal) {
     const { chaptersOf } = await import("../network/chapters.js");
     const architecture = architectureOf(this.context.service, this.#state?.model ?? null);
-    const state = { model: this.#state?.model ?? null };
-    const [hasLens, hasWriters] = [this.#hasLens(state), this.#hasWriters(state)];
-    return chaptersOf(lesson, { ...this.#parts(), architecture, hasLens, hasWriters }, row, signal);
+    const offered = { hasLens: this.#hasLens, hasWriters: this.#hasWriters };
+    return chaptersOf(lesson, { ...this.#parts(), architecture, ...offered }, row, signal);
   }
 
   /**
@@ -249,7 +244,7 @@ export default class Network extends View {
     if (signal.aborted) return undefined;
     const index = readIndex(step, "step", steps.length);
     this.#card.show(/** @type {Lesson} */ (LESSONS[lesson]), steps, index);
-    if (this.#hasWriters(state) && writersOf(pass, row) === undefined) {
+    if (this.#hasWriters && writersOf(pass, row) === undefined) {
       const isHere = steps[index].at === at && steps[index].cell === cell; // the user has not moved away
       const again = () => this.#renewStep(state, row, signal, isHere);
       readWriters(pass, row).then(again).catch(this.context.report);
@@ -273,21 +268,16 @@ export default class Network extends View {
     else await this.#showLesson(state, row, signal);
   }
 
-  /**
-   * Whether the logit lens can say what the network would predict after each layer.
-   * @param {Pick<State, "model">} state
-   */
-  #hasLens({ model }) {
+  /** Whether the logit lens can say what the network would predict after each layer. */
+  get #hasLens() {
     const { service } = this.context;
-    return !isWorkedExample(service, model) && service.model?.capabilities.attribution === true;
+    const isExample = isWorkedExample(service, this.#state?.model ?? null);
+    return !isExample && service.model?.capabilities.attribution === true;
   }
 
-  /**
-   * Whether the service says which parts write a token.
-   * @param {Pick<State, "model">} state
-   */
-  #hasWriters(state) {
-    return this.#hasLens(state) && this.context.service.model?.capabilities.direct_attribution === true;
+  /** Whether the service says which parts write a token. */
+  get #hasWriters() {
+    return this.#hasLens && this.context.service.model?.capabilities.direct_attribution === true;
   }
 
   /** What the lens says of a token, as far as it is here. @param {number} row */
@@ -298,13 +288,12 @@ export default class Network extends View {
   }
 
   /**
-   * @param {State} state
    * @param {number} row
    * @param {AbortSignal} signal
    */
-  async #readLens(state, row, signal) {
+  async #readLens(row, signal) {
     const { pass, plain } = this.#parts();
-    if (this.#hasLens(state)) await Promise.all([pass, plain].map((each) => each && readGuesses(each, row, signal)));
+    if (this.#hasLens) await Promise.all([pass, plain].map((each) => each && readGuesses(each, row, signal)));
   }
 
   /**
@@ -346,8 +335,7 @@ export default class Network extends View {
 
   /**
    * Compute the pass, and the one without the edits, unless they are here.
-   * @param {State} state
-   * @param {AbortSignal} signal
+   * @type {Update<State>}
    */
   async #run(state, signal) {
     const { service } = this.context;
@@ -362,10 +350,11 @@ export default class Network extends View {
     this.#served = service.model;
     if (key === this.#passKey && !isRestarted) return;
     const kept = !isRestarted && this.#lineKey === plainKey ? (this.#plain ?? this.#pass) : null;
+    const middle = /^\d+$/.test(state.position) ? Number(state.position) : null;
     const run = (/** @type {Body} */ each) =>
       isExample
         ? Pass.ofExample(each, signal)
-        : Pass.ofModel(each, this.model, (name) => FIRST.test(name), rowOf(state), signal);
+        : Pass.ofModel(each, this.model, (name) => FIRST.test(name), middle, signal);
     const [plain, edited] = await Promise.all([kept ?? run(plainBody), edits.length > 0 ? run(body) : null]);
     [this.#passKey, this.#pass, this.#plain] = [key, edited ?? plain, edited && plain];
     this.#change = edited && new Change(edited, plain);
@@ -668,9 +657,6 @@ function readArithmetic() {
     import("../network/cell_arithmetic.js"),
   ]);
 }
-
-/** The position of the address, if it is one. @param {State} state */
-const rowOf = ({ position }) => (/^\d+$/.test(position) ? Number(position) : null);
 
 /** @param {Pass} pass */
 function numHeadsOf(pass) {

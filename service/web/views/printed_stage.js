@@ -1,7 +1,7 @@
 // One stage that an article prints: the printed numbers beside the computed ones.
 
 import { actionButton, el } from "../dom.js";
-import { bodyRow, scrollRegion } from "../draw/tables.js";
+import { bodyRow, columnHeading, scrollRegion, table } from "../draw/tables.js";
 import { number, shown, signed } from "../format.js";
 
 /**
@@ -9,6 +9,9 @@ import { number, shown, signed } from "../format.js";
  * @import { StageEntry } from "../stages.js"
  * @typedef {{ tokens: Token[], vocabulary: Token[] }} Labels
  * @typedef {(number | null)[]} Row
+ * @typedef {{
+ *   entry: StageEntry, stage: PrintedStage, slips: Slip[], place: Labels, isOpen: boolean, onToggle: () => void,
+ * }} Printed
  */
 
 let boxes = 0;
@@ -30,11 +33,10 @@ export function verdict(agrees, isPassedOn = false) {
 /**
  * The rows of a stage: its verdict, and below it the table that its button opens. `entry`: that of stages.js.
  * `place`: {tokens, vocabulary} for the labels.
- * @param {{
- *   entry: StageEntry, stage: PrintedStage, slips: Slip[], place: Labels, isOpen: boolean, onToggle: () => void,
- * }} printed
+ * @param {Printed} printed
  */
-export function printedStage({ entry, stage, slips, place, isOpen, onToggle }) {
+export function printedStage(printed) {
+  const { entry, stage, slips, isOpen, onToggle } = printed;
   const id = `printed-${boxes++}`;
   const { published } = stage;
   const button = actionButton(entry.label, onToggle, {
@@ -54,7 +56,7 @@ export function printedStage({ entry, stage, slips, place, isOpen, onToggle }) {
   const box = el(
     "td",
     { colspan: "4" },
-    isOpen && [el("p", { class: "faint" }, basis(published)), comparisonTable(entry, stage, slips, place)],
+    isOpen && [el("p", { class: "faint" }, basis(published)), comparisonTable(printed)],
   );
   return el("tbody", { dataset: { stage: stage.name } }, head, el("tr", { id, hidden: !isOpen }, box));
 }
@@ -79,12 +81,9 @@ function basis({ from_previous: previous }) {
 
 /**
  * A table with three lines for each row of the stage: printed, computed, and their difference.
- * @param {StageEntry} entry
- * @param {PrintedStage} stage
- * @param {Slip[]} slips
- * @param {Labels} place
+ * @param {Printed} what
  */
-function comparisonTable(entry, stage, slips, place) {
+function comparisonTable({ entry, stage, slips, place }) {
   const { dims, published } = stage;
   const columns = columnLabels(stage, place);
   const isSlip = (/** @type {number[]} */ index) => slips.some((slip) => slip.index.join() === index.join());
@@ -113,16 +112,8 @@ function comparisonTable(entry, stage, slips, place) {
     ];
   });
   const caption = `${entry.label}: printed and computed numbers`;
-  const head = el(
-    "tr",
-    {},
-    el("th", { scope: "col", colspan: "2" }, ""),
-    columns.map((name) => el("th", { scope: "col" }, name)),
-  );
-  return scrollRegion(
-    caption,
-    el("table", { class: "comparison" }, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, lines)),
-  );
+  const head = el("tr", {}, el("th", { scope: "col", colspan: "2" }), columns.map(columnHeading));
+  return scrollRegion(caption, table({ class: "comparison" }, { caption, head, rows: lines }));
 }
 
 /**

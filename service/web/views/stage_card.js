@@ -10,8 +10,9 @@ import { StagePicture } from "./stage_picture.js";
 
 /**
  * @import { PositionPredictions, PositionedToken, Stage, Summary } from "../answers.js"
- * @import { Pass } from "../network/pass.js"
  * @import { StageEntry } from "../stages.js"
+ * @import { Rows } from "./stage_picture.js"
+ * @typedef {{ tokens: PositionedToken[], stage: Stage, head: number, numHeads: number, kvHead: number }} Shown
  */
 
 const HEAD_AXES = ["head", "kv_head"];
@@ -87,14 +88,9 @@ export class StageCard extends HTMLElement {
       `${number(summary.std)} · length ${number(summary.l2)}${missing}`;
   }
 
-  /**
-   * Draw the picture, if the pass has the numbers.
-   * @param {Pass} pass
-   * @param {number[]} positions the rows
-   * @param {number | null} chosen
-   */
-  draw(pass, positions, chosen) {
-    if (this.#picture instanceof StagePicture) this.#picture.draw({ pass, name: this.stage.name, positions, chosen });
+  /** Draw the picture, if the pass has the numbers. @param {Rows} rows */
+  draw(rows) {
+    if (this.#picture instanceof StagePicture) this.#picture.draw({ ...rows, name: this.stage.name });
   }
 
   /**
@@ -164,13 +160,13 @@ export class StageValues extends HTMLElement {
   /**
    * Show one answer: `tokens`, and the stage {shape, dims, values} with at most one head. `head` and `numHeads`: the
    * query head that is shown, and how many there are; `kvHead`: the key-value head that it reads.
-   * @param {{ tokens: PositionedToken[], stage: Stage, head: number, numHeads: number, kvHead: number }} shown
+   * @param {Shown} what
    */
-  show({ tokens, stage, head, numHeads, kvHead }) {
+  show(what) {
+    const { tokens, stage } = what;
     const { dims } = stage;
     this.#axes.textContent = axesInWords(dims);
-    const isByHead = dims.some((dim) => HEAD_AXES.includes(dim));
-    this.#showHeads(isByHead, head, numHeads, dims.includes("kv_head") ? kvHead : null);
+    this.#showHeads(what);
     const shape = stage.shape.filter((_, axis) => dims[axis] !== "batch" && !HEAD_AXES.includes(dims[axis]));
     const [rows, columns] = [shape[0], shape[1] ?? 1];
     const labels = tokens.map((token) => `${token.position} ${shown(token)}`);
@@ -187,15 +183,10 @@ export class StageValues extends HTMLElement {
     };
   }
 
-  /**
-   * @param {boolean} isShown
-   * @param {number} head
-   * @param {number} numHeads
-   * @param {number | null} kvHead
-   */
-  #showHeads(isShown, head, numHeads, kvHead) {
-    this.#heads.hidden = !isShown;
-    if (!isShown) return;
+  /** @param {Shown} what */
+  #showHeads({ stage: { dims }, head, numHeads, kvHead }) {
+    this.#heads.hidden = !dims.some((dim) => HEAD_AXES.includes(dim));
+    if (this.#heads.hidden) return;
     const control = this.#heads.querySelector("select");
     if (control?.options.length === numHeads) control.value = String(head);
     else {
@@ -204,10 +195,9 @@ export class StageValues extends HTMLElement {
       const choice = select({ onchange }, [...Array(numHeads).keys()], head);
       this.#heads.replaceChildren(labelled("Head", choice), el("span", { class: "faint" }));
     }
-    find(this.#heads, ".faint").textContent =
-      kvHead === null
-        ? ""
-        : `Several heads may share keys and values: head ${head} reads those of key-value head ${kvHead}.`;
+    find(this.#heads, ".faint").textContent = dims.includes("kv_head")
+      ? `Several heads may share keys and values: head ${head} reads those of key-value head ${kvHead}.`
+      : "";
   }
 }
 

@@ -9,8 +9,8 @@ import { colourIndex, sizeOf } from "../network/strips.js";
 /**
  * @import { Pass, PassStage } from "../network/pass.js"
  * @typedef {{ left: number, top: number, width: number, height: number }} Tile of one head, in pixels of the canvas
- * @typedef {{ pass: Pass, name: string, positions: number[], chosen: number | null }} Drawn `positions`: the rows;
- *   `chosen`: the position that stands out
+ * @typedef {{ pass: Pass, positions: number[], chosen: number | null }} Rows `chosen`: the position that stands out
+ * @typedef {Rows & { name: string }} Drawn of a stage
  */
 
 const HEIGHT = 60; // as in pass.css, so that nothing moves when a picture appears

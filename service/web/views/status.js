@@ -10,7 +10,7 @@ import { View } from "../view.js";
 
 /**
  * @import { Status } from "../answers.js"
- * @import { ViewState } from "../view.js"
+ * @import { Update, ViewState } from "../view.js"
  * @import { Child } from "../dom.js"
  * @typedef {"running" | "waiting" | "sequences" | "cache" | "found"} CountName
  * @typedef {CountName | "generated" | "prompt" | "uptime" | "kernels" | "version"} Name
@@ -79,10 +79,7 @@ export default class StatusView extends View {
     );
   }
 
-  /**
-   * @param {ViewState} _state
-   * @param {AbortSignal} signal
-   */
+  /** @type {Update<ViewState>} */
   async update(_state, signal) {
     document.addEventListener("visibilitychange", this.#onVisibility);
     this.#turn = null;
@@ -118,12 +115,9 @@ export default class StatusView extends View {
   async #poll() {
     const turn = (this.#turn = {});
     this.#pause();
-    const error = await this.#read().then(
-      () => null,
-      (reason) => reason,
-    );
+    const error = await this.#read().catch((reason) => reason);
     if (turn !== this.#turn || !this.isConnected || document.hidden) return; // another turn goes on, or none
-    if (error === null) this.#wait();
+    if (error === undefined) this.#wait();
     else this.context.report(error);
   }
 

@@ -1,10 +1,10 @@
 // The view "Step by step": which positions each step of a generation computes, and which it reads from the cache.
 
 import { columnsOf, rangeOf, roleOf, stepsOf } from "../cache_steps.js";
-import { el, find, findAll, labelled } from "../dom.js";
+import { actionButton, el, find, findAll, labelled } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import { dataTable } from "../draw/data_table.js";
-import { scrollRegion } from "../draw/tables.js";
+import { scrollRegion, table } from "../draw/tables.js";
 import { tablePicture } from "../draw/table_picture.js";
 import { bytes, count, number, percent, quoted, shown } from "../format.js";
 import { cached } from "../passes.js";
@@ -12,9 +12,9 @@ import { note } from "../terms.js";
 import { View, bodyOf } from "../view.js";
 
 /**
- * @import { GenerateAnswer, ModelConfig } from "../answers.js"
+ * @import { GenerateAnswer } from "../answers.js"
  * @import { Column, Role, Step } from "../cache_steps.js"
- * @import { ViewState } from "../view.js"
+ * @import { Update, ViewState } from "../view.js"
  * @typedef {ViewState & typeof Steps.params} State
  * @typedef {{ body: Record<string, unknown>, answer: GenerateAnswer, steps: Step[], columns: Column[] }} Shown
  */
@@ -44,9 +44,9 @@ export default class Steps extends View {
   #timer = null;
 
   #said = el("p", { class: "answer step-said", "aria-live": "polite" });
-  #play = el("button", { type: "button", class: "main play" });
-  #back = el("button", { type: "button" }, "◀ Back");
-  #next = el("button", { type: "button" }, "Next ▶");
+  #play = actionButton("", () => (this.#timer === null ? this.#start() : this.#stop()), { class: "main play" });
+  #back = actionButton("◀ Back", () => this.#go(this.#step - 1));
+  #next = actionButton("Next ▶", () => this.#go(this.#step + 1));
   #slider = el("input", { type: "range", min: "0", step: "1" });
   #number = el("input", { type: "number", min: "1", class: "short" });
   #caption = el("p", { class: "faint" });
@@ -86,18 +86,12 @@ export default class Steps extends View {
       this.#table,
     );
     this.append(intro, controls, el("div", { class: "beside" }, picture, step));
-    this.#play.addEventListener("click", () => (this.#timer === null ? this.#start() : this.#stop()));
-    this.#back.addEventListener("click", () => this.#go(this.#step - 1));
-    this.#next.addEventListener("click", () => this.#go(this.#step + 1));
     this.#slider.addEventListener("input", () => this.#go(Number(this.#slider.value)));
     this.#number.addEventListener("change", () => this.context.navigate({ tokens: this.#number.value, step: "0" }));
     this.#stop();
   }
 
-  /**
-   * @param {State} state
-   * @param {AbortSignal} signal
-   */
+  /** @type {Update<State>} */
   async update(state, signal) {
     const body = this.#body(state);
     const answer = await cached("/generate", body, signal);
@@ -214,14 +208,12 @@ export default class Steps extends View {
     const { prompt_tokens: numPrompt, completion_tokens: numGenerated } = answer.usage;
     const caption = `${numPrompt} tokens of the prompt, ${numGenerated} generated`;
     this.#caption.textContent = caption;
-    this.#picture.replaceChildren(
-      el("table", { class: "cache-steps", "aria-label": caption }, el("thead", {}, head), el("tbody", {}, rows)),
-    );
+    this.#picture.replaceChildren(table({ class: "cache-steps", "aria-label": caption }, { head, rows }));
   }
 
   /** @param {number} index */
   #show(index) {
-    const { steps, answer } = this.#shown;
+    const { steps } = this.#shown;
     const step = steps[index];
     this.#step = index;
     this.#slider.value = String(index);
@@ -236,12 +228,12 @@ export default class Steps extends View {
       else row.removeAttribute("aria-current");
     }
     this.#reveal(find(this.#picture, "tr.current"));
-    this.#said.textContent = sentence(step, index, answer, steps.length);
+    this.#said.textContent = sentence(this.#shown, index);
     this.#showFigures(step);
+    const last = step.positions.at(-1);
     this.#predictions.replaceChildren(
       barTable({
-        caption:
-          `What step ${index} predicts after position ${step.positions.at(-1)} ` + "(temperature 1, whole vocabulary).",
+        caption: `What step ${index} predicts after position ${last} (temperature 1, whole vocabulary).`,
         columns: ["token", "probability"],
         rows: step.top.map((each) => ({
           cells: [shown(each), percent(each.probability)],
@@ -274,6 +266,8 @@ export default class Steps extends View {
     const ofToken = limits.cache_token_bytes;
     const ofNumber = ofToken / (2 * config.num_layers * config.num_kv_heads * config.d_head);
     const layers = config.windowed_layers ? "Some layers read" : "Each layer reads";
+    const group = config.num_heads / config.num_kv_heads; // query heads that read the same keys and values
+    const shared = group === 1 ? "" : ` (each for ${group} query heads)`;
     const entries = [
       ["Computed", `${count(step.positions.length)} of ${count(step.stored)} positions`],
       ["Read from the cache", `${count(step.read)} positions`],
@@ -290,7 +284,7 @@ export default class Steps extends View {
       [
         "Bytes of one token",
         `2 (key, value) × ${config.num_layers} layers × ${config.num_kv_heads} key-value ` +
-          `heads${sharedBy(config)} × ${config.d_head} numbers × ${number(ofNumber).replace(/\.0+$/, "")} ` +
+          `heads${shared} × ${config.d_head} numbers × ${number(ofNumber).replace(/\.0+$/, "")} ` +
           `bytes${ofNumber === BYTES[dtype] ? ` (${dtype})` : ""} = ${count(ofToken)}`,
       ],
       ...(config.window ? [["Sliding window", `${layers} only the last ${config.window} positions.`]] : []),
@@ -343,12 +337,12 @@ function cell(role) {
 
 /**
  * What happens in a step.
- * @param {Step} step
+ * @param {Shown} shown
  * @param {number} index
- * @param {GenerateAnswer} answer
- * @param {number} numSteps
  */
-function sentence(step, index, { usage, logprobs, finish_reason: reason }, numSteps) {
+function sentence({ steps, answer }, index) {
+  const { usage, logprobs, finish_reason: reason } = answer;
+  const step = steps[index];
   const { positions, read, chosen } = step;
   const kept =
     usage.cached_tokens > 0 && index === 0 ? ` ${usage.cached_tokens} positions were in the cache already.` : "";
@@ -359,16 +353,8 @@ function sentence(step, index, { usage, logprobs, finish_reason: reason }, numSt
     : `Step ${index} (decode) computes only position ${rangeOf(positions)}, the token ` +
       `${quoted(logprobs[positions[0]])}, and reads the ${count(read)} positions before it from the cache.`;
   const then = chosen ? ` It chooses ${quoted(chosen)} (${percent(step.top[0].probability)}).` : "";
-  const end = index === numSteps - 1 && reason === "stop" ? " It ends the text." : "";
+  const end = index === steps.length - 1 && reason === "stop" ? " It ends the text." : "";
   return what + then + end;
-}
-
-/**
- * How many query heads read the same keys and values, if there are several.
- * @param {ModelConfig} config
- */
-function sharedBy({ num_heads: numHeads, num_kv_heads: numKvHeads }) {
-  return numHeads === numKvHeads ? "" : ` (each for ${numHeads / numKvHeads} query heads)`;
 }
 
 customElements.define("steps-view", Steps);

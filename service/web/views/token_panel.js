@@ -83,11 +83,13 @@ export class TokenPanel {
     }
     this.#place = place;
     const { token, index } = place;
+    const { logits } = this.#row;
+    const above = Array.prototype.filter.call(logits, (logit) => logit > logits[token.id]);
     this.#heading.textContent =
       `Token ${index + 1} of the continuation: ${quoted(token)}, probability ${percent(token.probability)}, ` +
-      `no. ${count(rankOf(this.#row.logits, token.id))} of ${count(this.#row.logits.length)}`;
-    this.#position.textContent =
-      `Position ${count(place.ids.length)} in the other views, which count from 0 and with ` + "the prompt.";
+      `no. ${count(above.length + 1)} of ${count(logits.length)}`; // the table counts from 1, too
+    const position = count(place.ids.length);
+    this.#position.textContent = `Position ${position} in the other views, which count from 0 and with the prompt.`;
     this.#why.textContent = place.wasGreedy
       ? "The text had temperature 0, which leaves one token. Here it starts at 1: the network alone."
       : "";
@@ -104,10 +106,8 @@ export class TokenPanel {
     const settings = eachSetting(({ name }) => (texts[name].trim() === "" ? NaN : Number(texts[name])));
     const problem = problemOf(settings);
     this.#said.classList.toggle("error", problem !== null);
-    if (problem !== null) {
-      this.#said.textContent = problem;
-      return;
-    }
+    this.#said.textContent = problem;
+    if (problem !== null) return;
     const { logits } = this.#row;
     const plain = distribution(logits);
     const changed = distribution(logits, {
@@ -154,21 +154,10 @@ export class TokenPanel {
 
   /** @param {Logprob} entry */
   #continueButton(entry) {
-    return actionButton("Continue", () => this.#onContinue(entry), {
-      class: "small",
-      "aria-label": `Continue from this token instead: ${quoted(entry)}`,
-      title: `Continue from this token instead: ${quoted(entry)}`,
-    });
+    const title = `Continue from this token instead: ${quoted(entry)}`;
+    const look = { class: "small", title, "aria-label": title };
+    return actionButton("Continue", () => this.#onContinue(entry), look);
   }
-}
-
-/**
- * The rank of a token by its logit, from 1, as the table counts.
- * @param {Numbers} logits
- * @param {number} id
- */
-function rankOf(logits, id) {
-  return 1 + Array.prototype.filter.call(logits, (logit) => logit > logits[id]).length;
 }
 
 /**

@@ -20,12 +20,17 @@ import { LOGITS, largest, meaningOf, productOf, wordOf } from "./token_product.j
  * @import { Model, PositionedToken, WeightAnswer, WeightInfo } from "../answers.js"
  * @import { Options } from "../dom.js"
  * @import { Explained } from "../network/arithmetic/explanation.js"
- * @import { ViewRequest, ViewState } from "../view.js"
+ * @import { Update, ViewRequest, ViewState } from "../view.js"
  * @import { Product } from "./token_product.js"
  * @typedef {ViewState & typeof Weights.params} State
  * @typedef {{
  *   dim: string, size: number, start: number, part: string, labels: string[], tokens: PositionedToken[],
  * }} Axis a part of a dim, as GET /weights names it; of the vocabulary, the `tokens` of the prompt
+ * @typedef {{
+ *   info: WeightInfo, answer: WeightAnswer, numbers: number[], rows: Axis, columns: Axis, head: number, row: number,
+ *   token: PositionedToken,
+ * }} Part what is shown of a weight; `row`: the position of the `token` that is multiplied
+ * @typedef {{ product: Product, cell: number, word: string }} Multiplied its product, and the chosen number of that
  */
 
 const PART = 256; // rows or columns that are shown at once
@@ -45,7 +50,9 @@ export default class Weights extends View {
   #tokens = el("token-strip");
   #choice = el("div", { class: "row" }, el("span", { class: "faint" }, "Token"), this.#tokens);
   #meaning = el("p", { class: "answer" });
-  #show = el("button", { type: "button", class: "small" }, "Show the product in the network");
+  #show = actionButton("Show the product in the network", () => this.context.navigate(this.#place), { class: "small" });
+  /** @type {Record<string, string>} where the product is in the network */
+  #place = {};
   #facts = el("p", { class: "faint" });
   #map = el("heat-map");
   #product = el("matrix-product");
@@ -78,11 +85,7 @@ export default class Weights extends View {
     );
   }
 
-  /**
-   * @param {State} state
-   * @param {AbortSignal} signal
-   * @returns {Promise<void>}
-   */
+  /** @type {Update<State>} */
   async update(state, signal) {
     const stale = staleOf(this.#state, state);
     this.#state = state;
@@ -100,38 +103,38 @@ export default class Weights extends View {
     const row = state.position === "" ? pass.tokens.length - 1 : readPosition(state.position, pass.tokens.length);
     const headDim = info.dims.length > 2 ? info.dims.find((dim) => HEADS.includes(dim)) : undefined;
     const head = headDim ? readIndex(state.head, "head", info.shape[0]) : 0;
-    const axes = axesOf(info, headDim, [state.row, state.column], state.cell, pass.tokens);
-    const [rows, columns] = axes;
+    const [rows, columns] = axesOf(info, headDim, state, pass.tokens);
     if (headDim) query.set(headDim, String(head));
-    for (const axis of axes) if (axis.dim) query.set(axis.dim, axis.part);
+    for (const axis of [rows, columns]) if (axis.dim) query.set(axis.dim, axis.part);
     const path = /** @type {"/weights/"} */ (`/weights/${info.name}?${query}`);
     this.#request = { path: `/weights/${info.name}`, body: null, query: Object.fromEntries(query) };
-    const part = headDim ? { [headDim]: head } : {};
+    const ofHead = headDim ? { [headDim]: head } : {};
     const [answer, product] = await Promise.all([
       this.#read(path, signal),
-      productOf(pass, this.#architecture, { info, part, row }, signal),
+      productOf(pass, this.#architecture, { info, part: ofHead, row }, signal),
     ]);
     const numbers = /** @type {number[]} */ (answer.values.flat(Infinity));
     const cell = product && this.#cellOf(product, columns);
     const explained = product && cell !== null ? await product.explain(cell) : null;
     if (signal.aborted) return undefined;
+    /** @type {Part} */
+    const part = { info, answer, numbers, rows, columns, head, row, token: pass.tokens[row] };
     this.#outputs = columns;
     this.#tokens.show(
       "The token that is multiplied",
       pass.tokens.map((each) => ({ token: each, share: 0, said: `position ${each.position}` })),
     );
     this.#tokens.mark(row);
-    this.#showControls(infos, info, headDim ? { size: info.shape[0], head } : null, axes, product !== null);
+    this.#showControls(infos, part, headDim !== undefined, product !== null);
     this.#choice.hidden = product === null && !rowsAreTokens(rows);
     this.#map.hidden = product !== null;
     this.#product.hidden = this.#aside.hidden = product === null;
-    const token = pass.tokens[row];
     if (product && cell !== null && explained) {
-      const word = wordOf(product.at, this.#architecture);
-      this.#showProduct(answer.name, numbers, product, axes, { cell, word, token });
-      this.#showCell(explained, product, columns, { cell, word });
-    } else this.#showMap(answer.name, numbers, axes, row);
-    this.#showMeaning(info, answer, product, { token, head, cell, axes });
+      const multiplied = { product, cell, word: wordOf(product.at, this.#architecture) };
+      this.#showProduct(part, multiplied);
+      this.#showCell(part, multiplied, explained);
+    } else this.#showMap(part);
+    this.#showMeaning(part, product, cell);
     return undefined;
   }
 
@@ -195,12 +198,11 @@ export default class Weights extends View {
 
   /**
    * @param {WeightInfo[]} infos
-   * @param {WeightInfo} info
-   * @param {{ size: number, head: number } | null} heads
-   * @param {Axis[]} axes
+   * @param {Part} part
+   * @param {boolean} hasHeads
    * @param {boolean} isProduct
    */
-  #showControls(infos, info, heads, [rows, columns], isProduct) {
+  #showControls(infos, { info, rows, columns, head }, hasHeads, isProduct) {
     const go =
       (/** @type {string} */ name) =>
       (/** @type {{ target: { value: string } }} */ { target }) => {
@@ -219,7 +221,7 @@ export default class Weights extends View {
     const layers = [...new Set(infos.map(({ name }) => layerOf(name)))].map((layer) => [inLayer(layer), layer]);
     const names = ofLayer.map(({ name }) => [name, within(name)]);
     const parts = [choice("Layer", "weight", layers, info.name), choice("Weight", "weight", names, info.name)];
-    if (heads) parts.push(choice("Head", "head", [...Array(heads.size).keys()], heads.head));
+    if (hasHeads) parts.push(choice("Head", "head", [...Array(info.shape[0]).keys()], head));
     const [ofRows, ofColumns] = isProduct ? ["Inputs", "Results"] : ["Rows", "Columns"];
     for (const [name, label, axis] of /** @type {[string, string, Axis][]} */ ([
       ["row", ofRows, rows],
@@ -231,42 +233,37 @@ export default class Weights extends View {
 
   /**
    * What the weight does to the token, and where that is in the network.
-   * @param {WeightInfo} info
-   * @param {WeightAnswer} answer
+   * @param {Part} part
    * @param {Product | null} product
-   * @param {{ token: PositionedToken, head: number, cell: number | null, axes: Axis[] }} place
+   * @param {number | null} cell
    */
-  #showMeaning({ name, dims, shape, quantization, num_parameters, tied_to }, { dtype }, product, place) {
-    const { token, head, cell, axes } = place;
+  #showMeaning({ info, answer, columns, token, head }, product, cell) {
+    const { name, dims, shape, quantization, num_parameters, tied_to } = info;
     const architecture = this.#architecture;
     const embedding = { "embed.W_E": "embed", "pos_embed.W_pos": "pos_embed" }[name] ?? "";
     const at = product?.at ?? (/\.experts\./.test(name) ? `blocks.${layerOf(name)}.mlp_out` : embedding);
     const queriesPerKey = /attn\.[kv]$/.test(at) ? architecture.num_heads / architecture.num_kv_heads : 1;
-    const column = product && cell !== null && (at === LOGITS ? axes[1].tokens[cell].id : product.offset + cell);
-    const changes = {
+    const column = product && cell !== null && (at === LOGITS ? columns.tokens[cell].id : product.offset + cell);
+    this.#place = {
       ...{ view: "network", at, position: String(token.position) },
       ...(dims.length > 2 && { head: String(head * queriesPerKey) }),
       ...(typeof column === "number" && { cell: String(column) }),
     };
     this.#meaning.textContent = meaningOf(name, product, { token, head, architecture });
     this.#show.hidden = at === "";
-    this.#show.onclick = () => this.context.navigate(changes);
     const { rowName, columnName } = product ? this.#product.data : this.#map.data;
     this.#facts.textContent =
       `${name}: ${shape.map((size, axis) => `${count(size)} ${dims[axis]}`).join(" × ")}, ` +
-      `${count(num_parameters)} numbers, ${quantization ? `stored as ${quantization}, ` : ""}${dtype}` +
+      `${count(num_parameters)} numbers, ${quantization ? `stored as ${quantization}, ` : ""}${answer.dtype}` +
       `${tied_to ? `; the same numbers as ${tied_to}` : ""}. ` +
       `In the picture, a row is one ${rowName}, and a column one ${columnName}.`;
   }
 
   /**
    * A weight that no vector is multiplied by. The row of the token is framed.
-   * @param {string} name
-   * @param {number[]} numbers
-   * @param {Axis[]} axes
-   * @param {number} row
+   * @param {Part} part
    */
-  #showMap(name, numbers, [rows, columns], row) {
+  #showMap({ answer, numbers, rows, columns, row }) {
     const hasTokens = rowsAreTokens(rows);
     // Wide pictures fit on a screen, so a tall matrix lies on its side.
     const isTall = rows.labels.length > columns.labels.length && !hasTokens;
@@ -279,7 +276,7 @@ export default class Weights extends View {
       columnLabels: across.labels,
       rowName: nameOf(down),
       columnName: nameOf(across),
-      valueName: name,
+      valueName: answer.name,
       scale: steadyScale(numbers),
     };
     const framed = row - rows.start;
@@ -287,13 +284,10 @@ export default class Weights extends View {
   }
 
   /**
-   * @param {string} name
-   * @param {number[]} numbers
-   * @param {Product} product
-   * @param {Axis[]} axes
-   * @param {{ cell: number, word: string, token: PositionedToken }} chosen
+   * @param {Part} part
+   * @param {Multiplied} multiplied
    */
-  #showProduct(name, numbers, product, [rows, columns], { cell, word, token }) {
+  #showProduct({ answer, numbers, rows, columns, token }, { product, cell, word }) {
     const { inputs, results, bias, inputOffset, input } = product;
     const from = inputOffset + rows.start;
     const of = (/** @type {number[]} */ some, /** @type {number} */ first, /** @type {Axis} */ { labels }) =>
@@ -312,7 +306,7 @@ export default class Weights extends View {
       columnLabels: rows.labels,
       rowName: nameOf(columns),
       columnName: nameOf(rows),
-      valueName: name,
+      valueName: answer.name,
       input: some,
       inputName: `${quoted(token)} · ${label} (${input.replace(/^blocks\.\d+\./, "")})`,
       output: of(results, columns.start, columns),
@@ -328,21 +322,21 @@ export default class Weights extends View {
 
   /**
    * The arithmetic of the chosen number, and the largest numbers of the product.
+   * @param {Part} part
+   * @param {Multiplied} multiplied
    * @param {Explained} explained
-   * @param {Product} product
-   * @param {Axis} outputs
-   * @param {{ cell: number, word: string }} chosen
    */
-  #showCell(explained, { at, results }, outputs, { cell, word }) {
+  #showCell({ columns }, { product: { at, results }, cell, word }, explained) {
     const nameOfCell = (/** @type {number} */ index) =>
-      outputs.tokens.length > 0 ? shown(outputs.tokens[index]) : String(index);
-    const title = `${word[0].toUpperCase()}${word.slice(1)}, ${nameOf(outputs)} ${nameOfCell(cell)}`;
-    this.#cell.show({ title, explained: { ...explained, picture: null } });
+      columns.tokens.length > 0 ? shown(columns.tokens[index]) : String(index);
+    const title = `${word[0].toUpperCase()}${word.slice(1)}, ${nameOf(columns)} ${nameOfCell(cell)}`;
+    const explanation = explained.explanation && { ...explained.explanation, picture: null };
+    this.#cell.show({ title, explained: { ...explained, explanation } });
     const most = largest(results, LARGEST, at);
     const size = Math.max(...most.map((index) => Math.abs(results[index])), 1e-12);
     const table = barTable({
       caption: at === LOGITS ? "The largest logits of the prompt's tokens" : `The largest numbers of the ${word}`,
-      columns: [nameOf(outputs), word],
+      columns: [nameOf(columns), word],
       rows: most.map((index) => ({
         cells: [actionButton(nameOfCell(index), () => this.#choose(index), { class: "num" }), number(results[index])],
         shares: [results[index] / size],
@@ -395,19 +389,19 @@ function layerOf(name) {
  * Rows and columns of a weight without its heads. A vector has one row. The part of the columns has the chosen cell.
  * @param {WeightInfo} info
  * @param {string | undefined} headDim
- * @param {string[]} starts
- * @param {string} cell
+ * @param {State} state
  * @param {PositionedToken[]} tokens
  * @returns {Axis[]}
  */
-function axesOf({ dims, shape }, headDim, starts, cell, tokens) {
+function axesOf({ dims, shape }, headDim, { row, column, cell }, tokens) {
   const axes = dims.map((dim, axis) => ({ dim, size: shape[axis] })).filter(({ dim }) => dim !== headDim);
   const pair = axes.length > 1 ? axes : [{ dim: "", size: 1 }, ...axes];
   return pair.map(({ dim, size: whole }, index) => {
     const isTokens = dim === "d_vocab";
     const size = isTokens ? tokens.length : whole;
     const isChosen = index === 1 && cell !== "";
-    const at = readIndex(isChosen ? cell : starts[index], isChosen ? "cell" : index === 0 ? "row" : "column", size);
+    const [text, name] = isChosen ? [cell, "cell"] : index === 0 ? [row, "row"] : [column, "column"];
+    const at = readIndex(text, name, size);
     const start = isChosen ? at - (at % PART) : at;
     const stop = Math.min(size, start + PART);
     const some = tokens.slice(start, stop);

@@ -2,7 +2,7 @@
 
 import { ARTICLES } from "../articles.js";
 import { actionButton, el, find, findAll } from "../dom.js";
-import { bodyRow, headRow, scrollRegion } from "../draw/tables.js";
+import { bodyRow, headRow, scrollRegion, table } from "../draw/tables.js";
 import { number } from "../format.js";
 import { cached } from "../passes.js";
 import { describe } from "../stages.js";
@@ -10,13 +10,17 @@ import { View } from "../view.js";
 import { placeOf, printedStage, verdict } from "./printed_stage.js";
 
 /**
- * @import { Architecture, PrintedStage, PublishedResult, Published, Slip, Token, WorkedAnswer } from "../answers.js"
+ * @import { Architecture, PrintedStage, PublishedResult, Published, WorkedAnswer } from "../answers.js"
  * @import { WorkedExampleEntry } from "../answers.js"
  * @import { Child } from "../dom.js"
  * @import { Article } from "../articles.js"
- * @import { ViewState } from "../view.js"
+ * @import { Update, ViewState } from "../view.js"
  * @import { Labels } from "./printed_stage.js"
  * @typedef {ViewState & typeof WorkedExamples.params} State
+ * @typedef {WorkedAnswer["worked_example"] & {
+ *   example: WorkedExampleEntry, article: Article | undefined, architecture: Architecture, printed: PrintedStage[],
+ *   place: Labels,
+ * }} Shown `printed`: the stages that the article prints
  */
 
 /** @type {Record<string, string | undefined>} */
@@ -81,10 +85,7 @@ export default class WorkedExamples extends View {
     );
   }
 
-  /**
-   * @param {State} state
-   * @param {AbortSignal} signal
-   */
+  /** @type {Update<State>} */
   async update(state, signal) {
     const examples = this.#examples();
     const chosen = state.example || examples.find(({ name }) => name === state.model)?.name || examples[0].name;
@@ -130,16 +131,19 @@ export default class WorkedExamples extends View {
     const article = ARTICLES[example.name];
     const architecture = article?.architecture ?? UNKNOWN;
     const printed = answer.stages.filter(isPrinted);
-    const place = { tokens: answer.tokens, vocabulary: vocabularyOf(answer) };
+    // the vocabularies of the articles are smaller than top_k, so the predictions have all tokens
+    const vocabulary = answer.predictions[0].top.toSorted((one, other) => one.id - other.id);
+    const place = { tokens: answer.tokens, vocabulary };
     const unknown = open.find((name) => !printed.some((stage) => stage.name === name));
     if (unknown !== undefined) throw new Error(`stage: this article prints no stage “${unknown}”.`);
-    this.#showArticle(example, article, printed, answer.worked_example.slips);
-    this.#showResults(answer.worked_example.results, printed, place);
-    this.#showSlips(answer.worked_example.slips, printed, architecture, place);
+    const shown = { ...answer.worked_example, example, article, architecture, printed, place };
+    this.#showArticle(shown);
+    this.#showResults(shown);
+    this.#showSlips(shown);
     let group = "";
     const stages = printed.flatMap((stage) => {
       const entry = describe(stage.name, architecture);
-      const slips = answer.worked_example.slips.filter((slip) => slip.stage === stage.name);
+      const slips = shown.slips.filter((slip) => slip.stage === stage.name);
       const rows = printedStage({
         entry,
         stage,
@@ -170,19 +174,15 @@ export default class WorkedExamples extends View {
     findAll(this.#stages, `[data-stage="${name}"] button`)[0]?.focus();
   }
 
-  /**
-   * @param {WorkedExampleEntry} example
-   * @param {Article | undefined} article
-   * @param {PrintedStage[]} printed
-   * @param {Slip[]} slips
-   */
-  #showArticle(example, article, printed, slips) {
+  /** @param {Shown} shown */
+  #showArticle({ example, article, printed, slips }) {
     const differing = printed.filter(({ published }) => !published.agrees);
     const following = differing.filter(({ published }) => published.from_previous?.agrees).length;
     const reason =
       differing.length === 0
         ? ""
         : ` ${following} of the ${differing.length} others differ only because of earlier numbers.`;
+    const notes = article?.notes.map((note) => el("li", {}, note));
     const show = actionButton(slips.length === 1 ? "Show it" : "Show them", () => this.#slips.focus(), {
       class: "small",
     });
@@ -202,26 +202,13 @@ export default class WorkedExamples extends View {
           `${printed.length - differing.length} agree with the computed numbers.${reason}`,
       ),
       article
-        ? el(
-            "details",
-            {},
-            el("summary", {}, "How this network differs from a standard one"),
-            el(
-              "ul",
-              {},
-              article.notes.map((note) => el("li", {}, note)),
-            ),
-          )
+        ? el("details", {}, el("summary", {}, "How this network differs from a standard one"), el("ul", {}, notes))
         : "",
     );
   }
 
-  /**
-   * @param {PublishedResult[]} results
-   * @param {PrintedStage[]} printed
-   * @param {Labels} place
-   */
-  #showResults(results, printed, place) {
+  /** @param {Shown} shown */
+  #showResults({ results, printed, place }) {
     const probabilities = printed.find(({ name }) => name === "probabilities")?.published;
     const rows = results.map((result) =>
       bodyRow(RESULTS[result.name] ?? result.name, [
@@ -230,24 +217,12 @@ export default class WorkedExamples extends View {
         verdict(result.agrees, isPassedOn(result, probabilities, place)),
       ]),
     );
-    this.#results.replaceChildren(
-      el("h3", {}, "Results"),
-      el(
-        "table",
-        { "aria-label": "Results" },
-        el("thead", {}, headRow(["result", "printed", "computed", "status"])),
-        el("tbody", {}, rows),
-      ),
-    );
+    const head = headRow(["result", "printed", "computed", "status"]);
+    this.#results.replaceChildren(el("h3", {}, "Results"), table({ "aria-label": "Results" }, { head, rows }));
   }
 
-  /**
-   * @param {Slip[]} slips
-   * @param {PrintedStage[]} printed
-   * @param {Architecture} architecture
-   * @param {Labels} place
-   */
-  #showSlips(slips, printed, architecture, place) {
+  /** @param {Shown} shown */
+  #showSlips({ slips, printed, architecture, place }) {
     this.#slips.replaceChildren(el("h3", {}, "Numbers that look wrong"));
     if (slips.length === 0)
       return this.#slips.append(el("p", {}, "None: every printed number follows from the numbers printed before it."));
@@ -267,11 +242,9 @@ export default class WorkedExamples extends View {
     const count =
       "These numbers do not follow from the numbers printed before them. Each difference is larger than rounding " +
       "explains.";
-    const table = scrollRegion(
-      "Table of numbers that look wrong",
-      el("table", {}, el("thead", {}, headRow(["where", "printed", "should be", "rounding can change it by"])), bodies),
-    );
-    return this.#slips.append(el("p", {}, count), table);
+    const head = el("thead", {}, headRow(["where", "printed", "should be", "rounding can change it by"]));
+    const region = scrollRegion("Table of numbers that look wrong", el("table", {}, head, bodies));
+    return this.#slips.append(el("p", {}, count), region);
   }
 }
 
@@ -329,15 +302,6 @@ function isPassedOn({ name, published }, probabilities, { vocabulary }) {
 function lookWrong(numWrong, isShort = false) {
   if (numWrong === 0) return isShort ? "none look wrong" : "No number looks wrong";
   return numWrong === 1 ? "1 number looks wrong" : `${numWrong} numbers look wrong`;
-}
-
-/**
- * The tokens of the vocabulary in the order of their ids. The vocabularies of the articles are smaller than top_k.
- * @param {WorkedAnswer} answer
- * @returns {Token[]}
- */
-function vocabularyOf({ predictions }) {
-  return [...predictions[0].top].sort((one, other) => one.id - other.id);
 }
 
 customElements.define("worked-view", WorkedExamples);

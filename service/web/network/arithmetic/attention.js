@@ -48,10 +48,13 @@ export const score = {
     { stages: [keysOf(place)], rows: [place.within] },
   ],
   explain(place) {
-    const { pass, row, within: key } = place;
-    const { formula, terms, rest, sum, size, scale, factor, scaled, cap, capped } = scoreOf(place);
+    const { pass, row, within } = place;
+    const { products, formula, terms, rest, sum, size, scale, factor, scaled, cap, capped } = scoreOf(place);
+    const [query, key] = [pass.tokens[row], pass.tokens[within]];
+    const result = [sum, ...(factor ? [`${factor} =`, scaled] : []), ...(cap ? [`cap ${cap}:`, capped] : [])];
+    const words = result.map((each) => (typeof each === "number" ? said(each) : each)).join(" ");
     return {
-      sentence: `query of ${quoted(pass.tokens[row])} · key of ${quoted(pass.tokens[key])}`,
+      sentence: `query of ${quoted(query)} · key of ${quoted(key)}`,
       formula: [
         "q·k = ",
         ...formula,
@@ -65,25 +68,18 @@ export const score = {
       rest,
       computed: capped,
       slack: slackOf(place, size * scale),
+      picture: scorePicture({
+        label:
+          `The query of ${quoted(query)} times the key of ${quoted(key)}, number by number: ` +
+          `${products.length} products add up to ${words}.`,
+        names: [
+          ["query", shown(query)],
+          ["key", shown(key)],
+        ],
+        products,
+        result,
+      }),
     };
-  },
-  picture(place) {
-    const { pass, row, within: key } = place;
-    const { products, sum, factor, scaled, cap, capped } = scoreOf(place);
-    const result = [sum, ...(factor ? [`${factor} =`, scaled] : []), ...(cap ? [`cap ${cap}:`, capped] : [])];
-    const [query, other] = [pass.tokens[row], pass.tokens[key]];
-    const words = result.map((each) => (typeof each === "number" ? said(each) : each)).join(" ");
-    return scorePicture({
-      label:
-        `The query of ${quoted(query)} times the key of ${quoted(other)}, number by number: ` +
-        `${products.length} products add up to ${words}.`,
-      names: [
-        ["query", shown(query)],
-        ["key", shown(other)],
-      ],
-      products,
-      result,
-    });
   },
 };
 
@@ -91,55 +87,49 @@ export const score = {
 export const maskedScore = {
   needs: (place) => [{ stages: [siblingOf(place, "attn.scores") ?? ""], rows: [place.row] }],
   explain(place) {
-    const from = numOf(place, siblingOf(place, "attn.scores") ?? "", place.row, place.column);
+    const { pass, row, within } = place;
+    const [scores, masked] = ["attn.scores", "attn.attn_scores"].map((part) => numsOfKeys(place, part));
+    const from = scores[within];
     const isMasked = !Number.isFinite(place.served);
-    const { tokens } = place.pass;
-    const size = Math.abs(from.value);
-    if (!isMasked) return plain(place, "not masked: the score stays as it is", ["= ", from], from.value, size);
-    const [query, key] = [place.row, place.within].map((position) => quoted(tokens[position]));
-    const sentence = `${query} must not look at ${key}, so e^score will be 0`;
-    return plain(place, sentence, ["−∞ in place of ", from], null, size);
-  },
-  picture(place) {
-    const { pass, row, head, within, stage, served } = place;
-    const [scores, masked] = ["attn.scores", "attn.attn_scores"].map((part) =>
-      pass.tokens.map((_, key) => numOf(place, siblingOf(place, part) ?? "", row, head * stage.columns + key)),
-    );
-    return stripsPicture({
+    const [query, key] = [row, within].map((position) => quoted(pass.tokens[position]));
+    const explanation = isMasked
+      ? plain(place, `${query} must not look at ${key}, so e^score will be 0`, ["−∞ in place of ", from], null, 0)
+      : plain(place, "not masked: the score stays as it is", ["= ", from], from.value, Math.abs(from.value));
+    const picture = stripsPicture({
       label:
-        `The scores of ${quoted(pass.tokens[row])} for all keys, and after the mask: ${said(scores[within].value)} ` +
-        (Number.isFinite(served) ? "stays." : "becomes −∞."),
+        `The scores of ${query} for all keys, and after the mask: ${said(from.value)} ` +
+        (isMasked ? "becomes −∞." : "stays."),
       rows: [
         { sign: "", name: "scores", nums: scores },
         { sign: "", name: "masked", nums: masked },
       ],
       chosen: within,
-      nameOf: (key) => `key ${key} ${quoted(pass.tokens[key])}`,
+      nameOf: (index) => `key ${index} ${quoted(pass.tokens[index])}`,
     });
+    return { ...explanation, picture };
   },
 };
 
-/** The scores of a query for all keys. @param {Place} place */
-function maskedScores(place) {
+/** The numbers of a stage of a query for all keys, in the head of a place. @param {Place} place @param {string} part */
+function numsOfKeys(place, part) {
   const { pass, row, head, stage } = place;
-  return pass.tokens.map((token, key) => ({
-    name: `${key} ${quoted(token)}`,
-    num: numOf(place, siblingOf(place, "attn.attn_scores") ?? "", row, head * stage.columns + key),
-  }));
+  const name = siblingOf(place, part) ?? "";
+  return pass.tokens.map((_, key) => numOf(place, name, row, head * stage.columns + key));
 }
 
 /** @type {Kind} */
 export const pattern = {
   needs: (place) => [{ stages: [siblingOf(place, "attn.attn_scores") ?? ""], rows: [place.row] }],
   explain(place) {
-    const entries = maskedScores(place);
+    const { tokens } = place.pass;
+    const nums = numsOfKeys(place, "attn.attn_scores");
+    const entries = nums.map((num, key) => ({ name: `${key} ${quoted(tokens[key])}`, num }));
     const share = softmax(place, entries, place.within);
     // the service computes it from scores before they are rounded; the derivative of a share p is p (1 - p)
     const sizes = entries.map(({ num }) => Math.abs(num.value)).filter(Number.isFinite);
     share.slack += 2 * place.served * (1 - place.served) * unitOf(place) * Math.max(...sizes);
-    return share;
+    return { ...share, picture: softmaxPicture(entries, place.within, { from: "score", to: "weight" }) };
   },
-  picture: (place) => softmaxPicture(maskedScores(place), place.within, { from: "score", to: "weight" }),
 };
 
 /** @type {Kind} */
@@ -152,11 +142,13 @@ export const head = {
     ];
   },
   explain(place) {
-    const { pass, row, within } = place;
-    const products = sourcesOf(place).map(({ name, weight, values }) => ({ name, a: weight, b: values[within] }));
+    const { pass, row, head: at, within } = place;
+    const sources = sourcesOf(place);
+    const products = sources.map(({ name, weight, values }) => ({ name, a: weight, b: values[within] }));
     const { formula, terms, rest, sum, size } = sumOfProducts(products);
+    const query = quoted(pass.tokens[row]);
     return {
-      sentence: `for each token, how much ${quoted(pass.tokens[row])} attends to it × its value`,
+      sentence: `for each token, how much ${query} attends to it × its value`,
       formula: [...formula, " = ", { value: sum }],
       columns: ["", "weight", "value", "product"],
       terms,
@@ -164,18 +156,15 @@ export const head = {
       computed: sum,
       // the service may round the weights before it adds
       slack: slackOf(place, size) + size * 2 ** -8,
+      picture: mixturePicture({
+        label:
+          `The values of all tokens, each times how much ${query} attends to it, ` +
+          `add up to the output of head ${at}. Number ${within} of it is marked.`,
+        sources,
+        name: `output of H${at}`,
+        chosen: within,
+      }),
     };
-  },
-  picture(place) {
-    const { pass, row, head: at, within } = place;
-    return mixturePicture({
-      label:
-        `The values of all tokens, each times how much ${quoted(pass.tokens[row])} attends to it, ` +
-        `add up to the output of head ${at}. Number ${within} of it is marked.`,
-      sources: sourcesOf(place),
-      name: `output of H${at}`,
-      chosen: within,
-    });
   },
 };
 

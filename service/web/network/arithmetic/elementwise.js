@@ -35,27 +35,24 @@ function addendsOf(place) {
 export const sum = {
   needs: (place) => [{ stages: addendsOf(place), rows: [place.row] }],
   explain(place) {
-    const names = addendsOf(place);
-    const addends = names.map((name) => numOf(place, name, place.row, place.column));
-    const computed = addends.reduce((total, { value }) => total + value, 0);
-    const size = addends.reduce((total, { value }) => total + Math.abs(value), 0);
-    const sentence = names.length > 1 ? `${names.length} vectors, added number by number` : names.join();
-    return plain(place, sentence, [...joined(addends, " + "), " = ", { value: computed }], computed, size);
-  },
-  picture(place) {
     const { stage, row, column, part } = place;
     const names = addendsOf(place);
-    if (names.length < 2) return null;
     const vectors = names.map((name) =>
       Array.from({ length: stage.columns }, (_, index) => numOf(place, name, row, index)),
     );
+    const addends = vectors.map((vector) => vector[column]);
+    const computed = addends.reduce((total, { value }) => total + value, 0);
+    const size = addends.reduce((total, { value }) => total + Math.abs(value), 0);
+    const sentence = names.length > 1 ? `${names.length} vectors, added number by number` : names.join();
+    const added = addends.flatMap((num, index) => (index > 0 ? [" + ", num] : [num]));
+    const explanation = plain(place, sentence, [...added, " = ", { value: computed }], computed, size);
+    if (names.length < 2) return explanation;
     const total = vectors[0].map((_, index) => ({
       value: vectors.reduce((sofar, vector) => sofar + vector[index].value, 0),
     }));
     const shorts = names.map((name) => name.replace(/^blocks\.\d+\./, ""));
-    const values = vectors.map((vector) => said(vector[column].value));
-    const words = `${values.join(" + ")} = ${said(total[column].value)}`;
-    return stripsPicture({
+    const words = `${addends.map(({ value }) => said(value)).join(" + ")} = ${said(computed)}`;
+    const picture = stripsPicture({
       label: `${shorts.join(" + ")}, number by number. Number ${column}: ${words}.`,
       rows: [
         ...vectors.map((nums, index) => ({ sign: index > 0 ? "+ " : "", name: shorts[index], nums })),
@@ -63,6 +60,7 @@ export const sum = {
       ],
       chosen: column,
     });
+    return { ...explanation, picture };
   },
 };
 
@@ -151,17 +149,8 @@ export const divisor = {
       columns: ["number", "input", isRms(place) ? "square" : "(input − mean)²"],
       terms,
       rest,
+      picture: normPicture({ vector, mean, isCentred: !isRms(place), divisor: computed }),
     };
-  },
-  picture(place) {
-    const vector = normVector(place);
-    if (vector.length === 0) return null;
-    const mean = meanOf(place, vector);
-    const square = vector.reduce((total, { value }) => total + (value - mean) ** 2, 0) / vector.length;
-    return normPicture({
-      ...{ vector, mean, isCentred: !isRms(place) },
-      divisor: Math.sqrt(square + place.architecture.norm_eps),
-    });
   },
 };
 
@@ -174,35 +163,21 @@ export const normalized = {
   explain(place) {
     const vector = normVector(place);
     if (vector.length === 0) return null;
-    const scale = scaleOf(place);
+    const { stage, row, head, within, column } = place;
+    const scale = numOf(place, stage.name.replace("normalized", "scale"), row, stage.heads > 1 ? head : 0);
     const mean = meanOf(place, vector);
-    const from = vector[place.stage.heads > 1 ? place.within : place.column];
+    const chosen = stage.heads > 1 ? within : column;
+    const from = vector[chosen];
     const computed = (from.value - mean) / scale.value;
     const top = isRms(place) ? [from] : ["(", from, " − mean ", { value: mean }, ")"];
-    return plain(
-      place,
-      "the number of the vector ÷ divisor",
-      [...top, " ÷ ", scale, " = ", { value: computed }],
-      computed,
-      (Math.abs(from.value) + Math.abs(mean)) / scale.value,
-    );
-  },
-  picture(place) {
-    const vector = normVector(place);
-    if (vector.length === 0) return null;
-    return normPicture({
-      ...{ vector, mean: meanOf(place, vector), isCentred: !isRms(place) },
-      divisor: scaleOf(place).value,
-      chosen: place.stage.heads > 1 ? place.within : place.column,
-    });
+    const formula = [...top, " ÷ ", scale, " = ", { value: computed }];
+    const size = (Math.abs(from.value) + Math.abs(mean)) / scale.value;
+    return {
+      ...plain(place, "the number of the vector ÷ divisor", formula, computed, size),
+      picture: normPicture({ vector, mean, isCentred: !isRms(place), divisor: scale.value, chosen }),
+    };
   },
 };
-
-/** The divisor of a norm. @param {Place} place */
-function scaleOf(place) {
-  const { stage, row, head } = place;
-  return numOf(place, stage.name.replace("normalized", "scale"), row, stage.heads > 1 ? head : 0);
-}
 
 /**
  * How many pairs of numbers of each head are rotated: number i and number i + half.
@@ -237,46 +212,38 @@ export function turnOf(pass, a, { name, before, row, head, index }) {
 export const rotated = {
   needs: (place) => [{ stages: [beforeRotation(place)], rows: [place.row] }],
   explain(place) {
-    const { architecture: a, row, within, column, stage } = place;
+    const { architecture: a, row, head, within, column, stage, part } = place;
     const name = beforeRotation(place);
-    const from = numOf(place, name, row, column);
+    const own = numOf(place, name, row, column);
     const half = halfOf(a, stage);
     if (within >= 2 * half)
-      return plain(place, "not one of the rotated numbers", ["= ", from], from.value, Math.abs(from.value));
-    const isFirst = within < half;
+      return plain(place, "not one of the rotated numbers", ["= ", own], own.value, Math.abs(own.value));
+    const [index, isFirst] = [within % half, within < half];
     const other = numOf(place, name, row, isFirst ? column + half : column - half);
-    const index = within % half;
-    const { cos, sin, words, speed } = turnAt(place, index);
-    const angle = speed === null ? words : `${a.rope_theta}^(−${index}/${half}) radians for each position`;
-    const computed = from.value * cos + other.value * (isFirst ? -sin : sin);
-    return plain(
+    const { from, cos, sin, angle, words, speed } = turnAt(place, index);
+    const turned = speed === null ? words : `${a.rope_theta}^(−${index}/${half}) radians for each position`;
+    const computed = own.value * cos + other.value * (isFirst ? -sin : sin);
+    const explanation = plain(
       place,
-      `numbers ${index} and ${index + half} are a pair, turned by ${angle}: cos ${said(cos)}, sin ${said(sin)}`,
-      [from, " × ", { value: cos }, isFirst ? " − " : " + ", other, " × ", { value: sin }, " = ", { value: computed }],
+      `numbers ${index} and ${index + half} are a pair, turned by ${turned}: cos ${said(cos)}, sin ${said(sin)}`,
+      [own, " × ", { value: cos }, isFirst ? " − " : " + ", other, " × ", { value: sin }, " = ", { value: computed }],
       computed,
       // cosine and sine are rounded to the format, and their angles are computed in float32
-      (Math.abs(from.value) + Math.abs(other.value)) * (1e6 * unitOf(place) + row),
+      (Math.abs(own.value) + Math.abs(other.value)) * (1e6 * unitOf(place) + row),
     );
-  },
-  picture(place) {
-    const { architecture: a, row, head, within, stage, part } = place;
-    const half = halfOf(a, stage);
-    if (within >= 2 * half) return null;
-    const [index, isFirst] = [within % half, within < half];
-    const columnOf = (/** @type {number} */ at) => head * stage.columns + at;
-    const { from, cos, sin, angle, speed } = turnAt(place, index);
-    return rotationPicture({
+    const picture = rotationPicture({
       names: [index, index + half],
       letter: part.endsWith("q") ? "q" : "k",
-      from: [index, index + half].map((at) => numOf(place, beforeRotation(place), row, columnOf(at))),
+      from: isFirst ? [own, other] : [other, own],
       to: [from[0] * cos - from[1] * sin, from[0] * sin + from[1] * cos],
       ...{ isFirst, position: row, angle, speed, chosen: index },
       clocks: Array.from({ length: half }, (_, at) => ({
         angle: turnAt(place, at).angle,
         text: `numbers ${at} and ${at + half} turn by ${said(turnAt(place, at).angle)} radians`,
-        num: numOf(place, stage.name, row, columnOf(isFirst ? at : at + half)),
+        num: numOf(place, stage.name, row, head * stage.columns + (isFirst ? at : at + half)),
       })),
     });
+    return { ...explanation, picture };
   },
 };
 
@@ -322,28 +289,25 @@ export const activated = {
   ],
   explain(place) {
     const [gate, up] = [siblingOf(place, "mlp.pre"), siblingOf(place, "mlp.pre_linear")];
-    const { activation } = place.architecture;
+    const { architecture, stage, row, column } = place;
+    const { activation } = architecture;
     if (gate === null || !(activation in ACTIVATIONS)) return null;
-    const from = numOf(place, gate, place.row, place.column);
-    const result = ACTIVATIONS[activation](from.value);
-    const factor = up === null ? null : numOf(place, up, place.row, place.column);
+    const curve = ACTIVATIONS[activation];
+    const neurons = Array.from({ length: stage.columns }, (_, index) => numOf(place, gate, row, index));
+    const from = neurons[column];
+    const result = curve(from.value);
+    const factor = up === null ? null : numOf(place, up, row, column);
     const computed = result * (factor?.value ?? 1);
     const name = activation.replace("_tanh", "");
     /** @type {Formula} */
     const formula = factor
       ? [`${name}(`, from, ") × ", factor, " = ", { value: result }, " × ", factor, " = ", { value: computed }]
       : [`${name}(`, from, ") = ", { value: computed }];
-    return plain(place, "each number by itself", formula, computed, Math.abs(from.value * (factor?.value ?? 1)), 2);
-  },
-  picture(place) {
-    const [gate, up] = [siblingOf(place, "mlp.pre"), siblingOf(place, "mlp.pre_linear")];
-    const { architecture, stage, row, column } = place;
-    const { activation } = architecture;
-    if (gate === null || !(activation in ACTIVATIONS)) return null;
-    const neurons = Array.from({ length: stage.columns }, (_, index) => numOf(place, gate, row, index));
-    const factor = up === null ? null : numOf(place, up, row, column);
-    const name = activation.replace("_tanh", "");
-    return activationPicture({ name, curve: ACTIVATIONS[activation], from: neurons[column], neurons, factor });
+    const size = Math.abs(from.value * (factor?.value ?? 1));
+    return {
+      ...plain(place, "each number by itself", formula, computed, size, 2),
+      picture: activationPicture({ name, curve, from, neurons, factor }),
+    };
   },
 };
 
@@ -355,8 +319,10 @@ export const expertWeight = {
       rows: [place.row],
     },
   ],
-  explain: (place) => softmax(place, ...routed(place)),
-  picture: (place) => softmaxPicture(...routed(place), { from: "router", to: "weight", isRanked: true }),
+  explain: (place) => ({
+    ...softmax(place, ...routed(place)),
+    picture: softmaxPicture(...routed(place), { from: "router", to: "weight", isRanked: true }),
+  }),
 };
 
 /**
@@ -372,13 +338,4 @@ function routed(place) {
   const some = a.normalize_expert_weights ? chosen : all;
   const entries = some.map((expert) => ({ name: `expert ${expert}`, num: numOf(place, logits, row, expert) }));
   return [entries, some.indexOf(chosen[within])];
-}
-
-/**
- * @param {Num[]} nums
- * @param {string} between
- * @returns {Formula}
- */
-function joined(nums, between) {
-  return nums.flatMap((num, index) => (index > 0 ? [between, num] : [num]));
 }

@@ -58,7 +58,7 @@ export async function explainAs(kind, place, signal) {
   for (const { stages, rows } of kind.needs(place)) await pass.read(stages.filter(Boolean), rows, signal);
   place.weights = await Promise.all((kind.weights?.(place) ?? []).map((each) => readWeight(pass, each)));
   const { formula } = describe(stage.name, architecture);
-  return { place, formula, explanation: kind.explain(place), picture: kind.picture?.(place) };
+  return { place, formula, explanation: kind.explain(place) };
 }
 
 /**

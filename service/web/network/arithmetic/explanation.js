@@ -11,20 +11,20 @@
  * @typedef {{ name: string, cells: (string | Num)[], share: number }} Term
  * @typedef {{
  *   sentence: string, formula: Formula, columns: string[], terms: Term[], rest: string, computed: number | null,
- *   slack: number,
+ *   slack: number, picture?: Node | null,
  * }} Explanation `sentence`: the formula in words; `terms`: those that are listed first come first; `rest`: about the
  *   terms that are not listed at first; `computed`: null if the page cannot compute the number; `slack`: how far
- *   rounding may take it from the number of the service
+ *   rounding may take it from the number of the service; `picture`: of the operation, with its numbers
  * @typedef {{
  *   pass: Pass, architecture: Architecture, stage: PassStage, layer: number | null, part: string, row: number,
  *   column: number, head: number, within: number, served: number, weights: Weight[],
  * }} Place `column`: of all heads together; `within`: in its head
- * @typedef {{ place: Place, formula: string, explanation: Explanation | null, picture?: Node | null }} Explained
- *   `formula`: of the stage, in words; `picture`: of the operation, with its numbers
+ * @typedef {{ place: Place, formula: string, explanation: Explanation | null }} Explained `formula`: of the stage, in
+ *   words
  * @typedef {{ stages: string[], rows: number[] }} Need
  * @typedef {{
  *   needs: (place: Place) => Need[], weights?: (place: Place) => WeightPart[], isKnown?: (place: Place) => boolean,
- *   explain: (place: Place) => Explanation | null, picture?: (place: Place) => Node | null,
+ *   explain: (place: Place) => Explanation | null,
  * }} Kind `isKnown`: whether the stages that it needs exist
  */
 

@@ -4,8 +4,7 @@ import { describe } from "../../stages.js";
 import { quoted } from "../../format.js";
 import { readWeight } from "../weights.js";
 import { softmaxPicture } from "../operations/softmax_picture.js";
-import { numOf } from "./explanation.js";
-import { weighted } from "./products.js";
+import { productsOf, weighted } from "./products.js";
 import { softmax } from "./softmax.js";
 
 /**
@@ -49,12 +48,8 @@ export async function explainPrediction(pass, architecture, { row, id }, signal)
     served: logits.logits.values[id],
     weights: [matrix],
   };
-  const products = matrix.values.map((value, index) => ({
-    name: String(index),
-    a: numOf(place, input, row, index),
-    b: { value },
-  }));
   const { logits_scale: scale, logits_softcap: cap } = architecture;
+  const products = productsOf(place, input, matrix);
   const logit = weighted(place, products, matrix, null, scale, `${input} × W_U of ${quoted(token)}`);
   if (cap && logit.computed !== null) {
     logit.computed = cap * Math.tanh(logit.computed / cap);
@@ -69,13 +64,9 @@ export async function explainPrediction(pass, architecture, { row, id }, signal)
   }));
   const share = softmax(after, entries, id);
   share.slack += after.served * 2 ** -7; // the service may compute it from logits before they are rounded
+  share.picture = softmaxPicture(entries, id, { from: "logit", to: "probability", isRanked: true });
   return [
     { place, formula: describe("logits", architecture).formula, explanation: logit },
-    {
-      place: after,
-      formula: describe("probabilities", architecture).formula,
-      explanation: share,
-      picture: softmaxPicture(entries, id, { from: "logit", to: "probability", isRanked: true }),
-    },
+    { place: after, formula: describe("probabilities", architecture).formula, explanation: share },
   ];
 }

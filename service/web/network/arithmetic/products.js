@@ -57,12 +57,6 @@ function product({ input, weight, dim, bias, byHead, scale = () => 1, norm }) {
   const biasOf = (/** @type {Where} */ place) => bias(place) && `blocks.${place.layer}.${bias(place)}`;
   const norms = (/** @type {Where} */ place) =>
     norm ? ["normalized", "scale"].flatMap((part) => siblingOf(place, `${norm}.${part}`) ?? []) : [];
-  const nums = (/** @type {Place} */ place) =>
-    place.weights[0].values.map((value, index) => ({
-      name: String(index),
-      a: numOf(place, input(place), place.row, index),
-      b: { value },
-    }));
   return {
     input,
     weight: weightOf,
@@ -84,11 +78,14 @@ function product({ input, weight, dim, bias, byHead, scale = () => 1, norm }) {
     },
     explain(place) {
       const [matrix, shift] = place.weights;
+      const products = productsOf(place, input(place), matrix);
       const from = `${input(place).replace(/^blocks\.\d+\./, "")} × ${weight(place).split(".").at(-1)}`;
       const factor = norms(place).length === 0 ? scale(place) : 1; // the norm comes before the scale
-      return weighted(place, nums(place), matrix, shift?.values[0] ?? null, factor, from);
+      return {
+        ...weighted(place, products, matrix, shift?.values[0] ?? null, factor, from),
+        picture: productPicture(place, products, byHead !== undefined),
+      };
     },
-    picture: (place) => productPicture(place, nums(place), byHead !== undefined),
   };
 }
 
@@ -115,8 +112,21 @@ function normed(kind, norm, scale) {
       const formula = ["= ", from, ...(factor === 1 ? [] : [` × ${factor}`])];
       return plain(place, "the result of the norm before it", formula, computed, Math.abs(computed), 1);
     },
-    picture: (place) => (after(place) ? null : (kind.picture?.(place) ?? null)),
   };
+}
+
+/**
+ * The numbers of a vector, each with the weight that it is multiplied by.
+ * @param {Place} place
+ * @param {string} input the stage of the vector
+ * @param {Weight} weight
+ */
+export function productsOf(place, input, { values }) {
+  return values.map((value, index) => ({
+    name: String(index),
+    a: numOf(place, input, place.row, index),
+    b: { value },
+  }));
 }
 
 /**
