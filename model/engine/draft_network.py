@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model.engine.attention.interface import StepTokens
-from model.engine.attention.paged import PagedBackend
 from model.engine.attention.step_context import StepContext, choose_attention
 from model.engine.cache import PagedCache
 from model.engine.draft_cache import DraftCache
@@ -89,7 +88,7 @@ class DraftNetwork:
         self._cache = cache
         self._vocab_size = vocab_size
         self._attention = choose_attention(cache, model.share, model.backend)
-        self._graphs = StepGraphs(model, self._attention if isinstance(self._attention, PagedBackend) else None)
+        self._graphs = StepGraphs(model, self._attention)
         self._own = DraftCache(cache) if owns_cache else None
         self._token_seconds: float | None = None  # of a token that is computed only for its keys, as measured lately
         self.can_draft = True
