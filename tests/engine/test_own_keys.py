@@ -270,9 +270,7 @@ def test_blocks_that_other_sequences_have_overwritten_are_computed_again(monkeyp
 
 
 def test_only_blocks_with_the_same_tokens_count_as_computed() -> None:
-    config = network().config
-    cache = PagedCache(config, 8, 4, dtype=torch.float32, device=torch.device("cpu"))
-    known = DraftCache(cache)
+    known = DraftCache(PagedCache(network(), 8, 4))
 
     def sequence(ids: Sequence[int], blocks: list[int]) -> SequenceState:
         found = SequenceState(1, ids)
