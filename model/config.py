@@ -7,7 +7,8 @@ import dataclasses
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 from model.errors import InvalidField, short_repr
 
@@ -65,30 +66,33 @@ def _require(condition: bool, field: str, reason: str) -> None:
         raise InvalidField(field, reason)
 
 
-def _require_choice(field: str, value: object, choices: object) -> None:
-    known = ", ".join(map(repr, get_args(choices)))
-    _require(value in get_args(choices), field, f"{short_repr(value)} is not one of {known}")
-
-
 def _require_size(field: str, value: int) -> None:
-    _require(type(value) is int, field, f"{short_repr(value)} is not of type int")
     _require(value >= 1, field, f"{short_repr(value)} must be at least 1")
     _require(value <= MAX_SIZES[field], field, f"{short_repr(value)} must be at most {MAX_SIZES[field]}")
 
 
-def _require_numbers(config: Any, prefix: str = "") -> None:
-    """Check the types of all int, bool and float fields, and that floats are finite and within their ranges.
+def _require_types(config: Any, prefix: str = "") -> None:
+    """Check the numbers, bools and literals among the fields: their types, and whether they are within their limits.
 
-    The dataclass does not check types itself, and a value from a file may have any type.
+    A default may be outside: it then stands for another value. The dataclass does not check types itself, and a value
+    from a file may have any type.
     """
     for field in dataclasses.fields(config):
         name, value = prefix + field.name, getattr(config, field.name)
-        if field.type in (int, bool):
-            _require(type(value) is field.type, name, f"{short_repr(value)} is not of type {field.type.__name__}")
-        elif field.type is float or (field.type == float | None and value is not None):
+        is_default, kind = value == field.default, field.type
+        if NoneType in get_args(kind):
+            kind = NoneType if value is None else get_args(kind)[0]
+        if kind in (int, bool):
+            _require(type(value) is kind, name, f"{short_repr(value)} is not of type {kind.__name__}")
+            if name in MAX_SIZES and not is_default:
+                _require_size(name, value)
+        elif kind is float:
             _require(is_finite_number(value), name, f"{short_repr(value)} is not a finite number")
             low, high = RANGES[name]
-            _require(low <= value <= high, name, f"{value} must be between {low:g} and {high:g}")
+            _require(is_default or low <= value <= high, name, f"{value} must be between {low:g} and {high:g}")
+        elif get_origin(kind) is Literal:
+            known = ", ".join(map(repr, get_args(kind)))
+            _require(value in get_args(kind), name, f"{short_repr(value)} is not one of {known}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +119,7 @@ class RopeScaling:
     long_factors: tuple[float, ...] = ()  # longrope: likewise, for sequences beyond the training length
 
     def __post_init__(self) -> None:
-        _require_numbers(self, "rope_scaling.")
-        _require_choice("rope_scaling.kind", self.kind, ScalingKind)
+        _require_types(self, "rope_scaling.")
         _require(
             1 <= self.original_max_positions <= MAX_SIZES["max_positions"],
             "rope_scaling.original_max_positions",
@@ -203,32 +206,17 @@ class ModelConfig:
     normalize_expert_weights: bool = True  # the weights of the chosen experts are scaled so that their sum is 1
 
     def __post_init__(self) -> None:
-        self._check_sizes()
+        _require_types(self)
         self._set_derived_values()
-        _require_numbers(self)
         _require(
             self.num_heads % self.num_kv_heads == 0,
             "num_kv_heads",
             f"{self.num_kv_heads} does not divide num_heads {self.num_heads}",
         )
-        _require_choice("norm", self.norm, NormKind)
-        _require_choice("norm_placement", self.norm_placement, Placement)
-        _require_choice("positions", self.positions, Positions)
-        _require_choice("activation", self.activation, Activation)
-        if self.qk_norm is not None:
-            _require_choice("qk_norm", self.qk_norm, QKNorm)
         self._check_residual()
         self._check_positions()
         self._check_window()
         self._check_experts()
-
-    def _check_sizes(self) -> None:
-        """Check the sizes before other values are derived from them."""
-        for field in ("vocab_size", "d_model", "num_layers", "num_heads", "d_mlp", "max_positions"):
-            _require_size(field, getattr(self, field))
-        for field in ("num_kv_heads", "d_head"):
-            if getattr(self, field) != 0:
-                _require_size(field, getattr(self, field))
 
     def _set_derived_values(self) -> None:
         """Replace each 0 that means "derive this value from the sizes"."""
@@ -274,20 +262,14 @@ class ModelConfig:
         self._check_layers("rotary_layers")
 
     def _check_window(self) -> None:
-        if self.window is not None:
-            _require_size("window", self.window)
         if self.windowed_layers is not None:
             _require(self.window is not None, "windowed_layers", "needs window to be set")
         self._check_layers("windowed_layers")
 
     def _check_experts(self) -> None:
-        for field in ("num_experts", "num_experts_per_token", "d_expert"):
-            if getattr(self, field) != 0:
-                _require_size(field, getattr(self, field))
-        for field in ("num_experts_per_token", "d_expert", "expert_layers"):
-            if self.num_experts == 0:
-                _require(not getattr(self, field), field, "needs num_experts to be set")
         if self.num_experts == 0:
+            for field in ("num_experts_per_token", "d_expert", "expert_layers"):
+                _require(not getattr(self, field), field, "needs num_experts to be set")
             return
         for field in ("num_experts_per_token", "d_expert"):
             _require_size(field, getattr(self, field))

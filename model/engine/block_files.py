@@ -52,8 +52,7 @@ class BlockFiles:
 
     def names(self) -> set[bytes]:
         """The hashes of all blocks of this network."""
-        with os.scandir(self._folder) as entries:
-            found = [BLOCK.fullmatch(entry.name) for entry in entries]
+        found = [BLOCK.fullmatch(name) for name in os.listdir(self._folder)]
         return {bytes.fromhex(each[1]) for each in found if each is not None and each[2] is None}
 
     def touch(self, digest: bytes) -> bool:

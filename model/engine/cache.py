@@ -14,6 +14,7 @@ from model.choices import KVCacheDtype
 from model.config import ModelConfig
 from model.errors import InvalidField, short_repr
 from model.network.attention import score_rule
+from model.network.transformer import Transformer
 from model.ops.cpu import large_memory
 from model.ops.quantized_rows import MAGNITUDE_DTYPE, QuantizedRows, dequantize_rows, quantize_rows
 
@@ -23,7 +24,7 @@ MAX_GATHERED = 1024  # blocks that are gathered at a time, unless one sequence a
 
 
 class PagedCache:
-    """Keys and values of `num_blocks` blocks in every layer, in the dtype of the network or in 8 bits.
+    """Keys and values of `num_blocks` blocks in every layer of a network, in its dtype or in 8 bits.
 
     Masked values must be finite (0 * NaN is NaN), so the cache is zero-initialised. `windows[layer]` is the sliding
     window of a layer, and `score_rule` says how its scores are computed. `num_heads` is the number of query heads,
@@ -33,20 +34,11 @@ class PagedCache:
     sequence therefore see the same rounded numbers, in whatever steps they are computed.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        stored_as: KVCacheDtype = "auto",
-    ) -> None:
+    def __init__(self, model: Transformer, num_blocks: int, block_size: int, stored_as: KVCacheDtype = "auto") -> None:
+        config, weight = model.share, model.embed.weight
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.dtype = dtype
-        self.device = device
+        self.dtype, self.device = dtype, device = weight.dtype, weight.device
         self.is_quantized = stored_as == "int8"
         self.num_heads, self.d_head = config.num_heads, config.d_head
         self.windows = [config.window_of(layer) for layer in range(config.num_layers)]
@@ -60,10 +52,7 @@ class PagedCache:
         except RuntimeError as error:
             size = num_blocks * block_size * bytes_of_token(config, dtype, stored_as)
             raise InvalidField("cache_bytes", f"{size} bytes could not be allocated") from error
-        self._gathered = [
-            torch.empty(0, block_size * config.num_kv_heads * config.d_head, dtype=stored_dtype, device=device)
-            for _ in range(2)
-        ]
+        self._gathered = [self._pools[0].new_empty(0, block_size * config.num_kv_heads * config.d_head)] * 2
 
     def populate(self) -> Iterator[None]:
         """Let the system provide all memory, in steps: each page that a pass is the first to write slows the pass down.

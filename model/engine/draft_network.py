@@ -12,22 +12,21 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from model.engine.attention.interface import StepTokens
-from model.engine.attention.paged import PagedBackend
+from model.engine.attention.interface import BlockTable, StepTokens
 from model.engine.attention.step_context import StepContext, choose_attention
 from model.engine.cache import PagedCache
 from model.engine.draft_cache import DraftCache
 from model.engine.prompt_lookup import MAX_DRAFT
 from model.engine.sequence import SequenceState
+from model.engine.step_budget import StepBudget
 from model.engine.step_graph import ForwardResult
 from model.engine.step_graphs import StepGraphs
-from model.engine.step_plan import ScheduledSequence
+from model.engine.step_plan import ScheduledSequence, StepPlan
 from model.network.transformer import Transformer
 from model.ops.interface import Argmax
 from model.text.constraint import GrammarState, token_masks
@@ -41,18 +40,6 @@ MIN_CATCH_UP, FIRST_CATCH_UP, MAX_CATCH_UP = 16, 64, 512
 # For each token that a sequence may still generate. Computing more takes longer than the drafts save. With less room,
 # also fewer, so that at least half of these tokens come after the catch-up.
 MAX_CATCH_UP_FACTOR = 32
-
-
-class _Blocks(NamedTuple):
-    blocks: list[int]
-    length: int
-
-
-class DraftPasses(NamedTuple):
-    """The measured passes of some drafts: the mean number of sequences in a pass, and the mean seconds of one."""
-
-    num_sequences: float
-    seconds: float
 
 
 @dataclass
@@ -84,12 +71,12 @@ class DraftNetwork:
     belongs to the draft network alone (`owns_cache`).
     """
 
-    def __init__(self, model: Transformer, cache: PagedCache, vocab_size: int, *, owns_cache: bool = False) -> None:
+    def __init__(self, model: Transformer, cache: PagedCache, vocab_size: int, owns_cache: bool) -> None:
         self._model = model
         self._cache = cache
         self._vocab_size = vocab_size
         self._attention = choose_attention(cache, model.share, model.backend)
-        self._graphs = StepGraphs(model, self._attention if isinstance(self._attention, PagedBackend) else None)
+        self._graphs = StepGraphs(model, self._attention)
         self._own = DraftCache(cache) if owns_cache else None
         self._token_seconds: float | None = None  # of a token that is computed only for its keys, as measured lately
         self.can_draft = True
@@ -102,58 +89,55 @@ class DraftNetwork:
 
     def draft(
         self,
-        sequences: Sequence[ScheduledSequence],
+        plan: StepPlan,
         samplers: Sequence[Sampler],
         grammars: Sequence[GrammarState | None],
-        length: int,
-        catch_up_seconds: float,
-    ) -> DraftPasses | None:
-        """Replace the drafts of those sequences that have one, by at most `length` tokens each.
+        budget: StepBudget,
+    ) -> None:
+        """Replace the drafts of those sequences of a step that have one, by at most as many tokens each.
 
         Each token is chosen as the sampler of its sequence would choose it, among those that its grammar allows. A
         draft ends early where nothing can follow, or at the end of the draft network's context. Tokens of prompts are
-        computed first, for about `catch_up_seconds`. Returns the measured passes, without that time; None if nothing
-        was drafted, or if a pass was recorded, which takes longer.
+        computed first, for about as long as the `budget` allows. It gets the measured time of the passes without them,
+        unless a pass was recorded, which takes longer.
         """
         drafts: dict[ScheduledSequence, list[int]] = {}
-        passes = None
         try:
             began = time.perf_counter()
             planned = [
                 Draft(scheduled, sampler.fork(), grammar and grammar.fork(), scheduled.start, scheduled.new_tokens[:1])
-                for scheduled, sampler, grammar in zip(sequences, samplers, grammars, strict=True)
+                for scheduled, sampler, grammar in zip(plan.sequences, samplers, grammars, strict=True)
                 if scheduled.draft
             ]
-            if self._own is None:
-                passes = self._draft(planned, length, began)
-            else:
+            ready: Sequence[Draft] = planned
+            if self._own is not None:
                 fork_seconds = time.perf_counter() - began
-                ready = self._catch_up(self._own, planned, self._catch_up_tokens(catch_up_seconds))
-                passes = self._draft(ready, length, time.perf_counter() - fork_seconds)
+                room = self._catch_up_tokens(budget.catch_up_seconds(plan.num_tokens))
+                ready = self._catch_up(self._own, planned, room)
+                began = time.perf_counter() - fork_seconds
+            self._draft(ready, plan.num_network_drafts, budget, began)
             if self.can_draft:
                 drafts = {each.scheduled: each.token_ids for each in planned}
         except Exception:  # too little memory, for example
             logger.exception("the draft network failed, and drafts nothing any more")
             self.can_draft = False
-        for scheduled in sequences:
+        for scheduled in plan.sequences:
             if scheduled.draft:
                 scheduled.set_draft(drafts.get(scheduled, ()))
-        return passes
 
-    def _draft(self, ready: Sequence[Draft], length: int, began: float) -> DraftPasses | None:
+    def _draft(self, ready: Sequence[Draft], length: int, budget: StepBudget, began: float) -> None:
         num_passes, num_sequences, was_replayed = 0, 0, True
         while num_passes < length and ready:
             result = self._run(ready)
             if result is None:
                 self.can_draft = False
-                return None
+                return
             num_passes += 1
             num_sequences += len(ready)
             was_replayed &= result.was_replayed
             ready = self._within_context(self._choose(ready, result))
-        if not (num_passes and was_replayed):
-            return None
-        return DraftPasses(num_sequences / num_passes, (time.perf_counter() - began) / num_passes)
+        if num_passes and was_replayed:
+            budget.observe_drafting(num_sequences / num_passes, (time.perf_counter() - began) / num_passes)
 
     def _within_context(self, drafts: Sequence[Draft]) -> list[Draft]:
         most = self._model.config.max_positions
@@ -173,10 +157,12 @@ class DraftNetwork:
         ready, num_per_left = [], min(MAX_CATCH_UP_FACTOR, room / 2)
         for each in self._within_context(drafts):
             sequence, newest = each.scheduled.sequence, each.scheduled.start
+            assert sequence.lookup is not None, "it has a draft"
+            num_left = sequence.lookup.max_length - len(sequence.tokens)  # tokens that it may still generate
             own.find_computed(sequence)
             num_missing = newest - sequence.num_draft_computed
             num_new = min(num_missing, room)
-            if num_new > MAX_DRAFT and num_missing <= num_per_left * _num_left(sequence):
+            if num_new > MAX_DRAFT and num_missing <= num_per_left * num_left:
                 self._compute(each, num_new)
                 own.note_computed(sequence, sequence.num_draft_computed + num_new)
                 room -= num_new
@@ -242,10 +228,4 @@ class DraftNetwork:
         vocab_size = self._model.config.vocab_size
         known = [token_id if token_id < vocab_size else 0 for token_id in token_ids]
         num_blocks = -(-(start + len(known)) // self._cache.block_size)
-        return StepTokens(start, known, is_decoding, _Blocks(sequence.blocks[:num_blocks], sequence.length))
-
-
-def _num_left(sequence: SequenceState) -> int:
-    """The number of tokens that a sequence with drafts may still generate."""
-    assert sequence.lookup is not None
-    return sequence.lookup.max_length - len(sequence.tokens)
+        return StepTokens(start, known, is_decoding, BlockTable(sequence.blocks[:num_blocks], sequence.length))

@@ -22,7 +22,6 @@ from model.engine.scheduler import Scheduler
 from model.engine.sequence import SequenceState
 from model.engine.step_batch import StepSequence, choose_tokens
 from model.engine.step_graphs import TOKENS_MULTIPLE
-from model.engine.step_plan import StepPlan
 from model.engine.tensor_parallel.leading_network import LeadingNetwork
 from model.errors import ContextOverflow, InvalidField, join_names, shortened
 from model.network.adapters import Adapter
@@ -94,36 +93,28 @@ class Engine:
         *,
         drafts_from_own_keys: bool = False,
     ) -> None:
-        weight = model.embed.weight
-        token_bytes = bytes_of_token(model.share, weight.dtype, config.kv_cache_dtype)
-        draft_token_bytes = 0
-        if draft_model is not None and drafts_from_own_keys:
-            dtype = draft_model.embed.weight.dtype
-            draft_token_bytes = bytes_of_token(draft_model.share, dtype, config.kv_cache_dtype)
-        needed = (token_bytes + draft_token_bytes) * config.block_size
+        cached = [model] if draft_model is None or not drafts_from_own_keys else [model, draft_model]
+        kind, size = config.kv_cache_dtype, config.block_size
+        needed = size * sum(bytes_of_token(each.share, each.embed.weight.dtype, kind) for each in cached)
         num_blocks = config.cache_bytes // needed
         if num_blocks < 1:
-            reason = (
-                f"{config.cache_bytes} bytes are too few: one block of {config.block_size} tokens takes {needed} bytes"
-            )
+            reason = f"{config.cache_bytes} bytes are too few: one block of {size} tokens takes {needed} bytes"
             raise InvalidField("cache_bytes", reason)
         self.config = config
-        self.num_cache_tokens = num_blocks * config.block_size
+        self.num_cache_tokens = num_blocks * size
         self._model = model
         self._tokenizer = tokenizer
-        self._cache = _new_cache(model, num_blocks, config)
+        self._cache = PagedCache(model, num_blocks, size, kind)
         self._leading_network = model if isinstance(model, LeadingNetwork) else None
         if self._leading_network is not None:
             self._leading_network.open_cache(self._cache)
-        self._pool = BlockPool(num_blocks, config.block_size)
+        self._pool = BlockPool(num_blocks, size)
         self._adapters = adapters or {}
         self._runner = Runner(model, self._cache, self._adapters)
         self._draft_network: DraftNetwork | None = None
         if draft_model is not None:
-            cache = _new_cache(draft_model, num_blocks, config) if drafts_from_own_keys else self._cache
-            self._draft_network = DraftNetwork(
-                draft_model, cache, model.config.vocab_size, owns_cache=drafts_from_own_keys
-            )
+            cache = PagedCache(draft_model, num_blocks, size, kind) if drafts_from_own_keys else self._cache
+            self._draft_network = DraftNetwork(draft_model, cache, model.config.vocab_size, drafts_from_own_keys)
         self._store = None if open_store is None else open_store(self._cache, self._pool)
         self._scheduler = Scheduler(
             self._pool,
@@ -221,10 +212,8 @@ class Engine:
         short_length = scaling.original_max_positions if scaling is not None and has_lengths else sys.maxsize
         # Sequences share blocks only if their keys depend on the same.
         salts = request.cache_salt, None if request.adapter is None else self._adapters[request.adapter].digest
-        extra_costs = None
-        if request.edits is not None or request.trace is not None or request.params.prompt_logprobs is not None:
-            # Traces do not count where bits depend on which sequences share a step: they would change the tokens.
-            extra_costs = ExtraCosts(request, self._model.config, traces=self._model.batch_invariant)
+        # Traces do not count where bits depend on which sequences share a step: they would change the tokens.
+        extra_costs = ExtraCosts(request, self._model.config, traces=self._model.batch_invariant)
         leaders = self._requests.get(request.prefix_leader or "")
         leader = None if leaders is None else leaders[0].sequence
         for index in range(request.params.n):
@@ -286,8 +275,9 @@ class Engine:
         continuations = [self._continuations[scheduled.sequence] for scheduled in plan.sequences]
         drafting_seconds, began = 0.0, start
         if drafter is not None and plan.num_network_drafts:
+            samplers, grammars = [each.sampler for each in continuations], [each.grammar for each in continuations]
             before = time.perf_counter()
-            self._draft(drafter, plan, continuations)
+            drafter.draft(plan, samplers, grammars, self._scheduler.budget)
             began = time.perf_counter()
             drafting_seconds = began - before
         # The first continuation is the prefix leader of the others, so its first step is that of the request.
@@ -328,14 +318,6 @@ class Engine:
             seconds=time.perf_counter() - start,
             trace_seconds=sum(each.trace_seconds for each in sequences),
         )
-
-    def _draft(self, drafter: DraftNetwork, plan: StepPlan, continuations: Sequence[Continuation]) -> None:
-        """Let the draft network replace the drafts of a plan."""
-        samplers, grammars = [each.sampler for each in continuations], [each.grammar for each in continuations]
-        catch_up_seconds = self._scheduler.catch_up_seconds(plan)
-        passes = drafter.draft(plan.sequences, samplers, grammars, plan.num_network_drafts, catch_up_seconds)
-        if passes is not None:
-            self._scheduler.observe_drafting(*passes)
 
     @property
     def keep_alive_seconds(self) -> float | None:
@@ -409,15 +391,3 @@ class Engine:
         continuations.remove(continuation)
         if not continuations:
             del self._requests[continuation.request.id]
-
-
-def _new_cache(model: Transformer, num_blocks: int, config: EngineConfig) -> PagedCache:
-    weight = model.embed.weight
-    return PagedCache(
-        model.share,
-        num_blocks,
-        config.block_size,
-        dtype=weight.dtype,
-        device=weight.device,
-        stored_as=config.kv_cache_dtype,
-    )

@@ -8,8 +8,7 @@ from torch import Tensor
 from model.engine.recorded_trace import RecordedTrace
 from model.network.transformer import Transformer
 from model.ops.cpu.launch import empty
-from model.ops.cpu.trace_kernels import GatherCopy, TraceKernels
-from model.ops.gpu.gpu_summaries import GpuTraceKernels
+from model.ops.cpu.trace_kernels import GatherCopy
 from model.tracing.tap import Probe
 
 
@@ -21,11 +20,8 @@ class JointLogits:
     the step are computed separately, too.
     """
 
-    def __init__(
-        self, model: Transformer, kernels: TraceKernels | GpuTraceKernels | None, traces: Sequence[RecordedTrace]
-    ) -> None:
+    def __init__(self, model: Transformer, traces: Sequence[RecordedTrace]) -> None:
         self._model = model
-        self._kernels = kernels
         self._traces = traces
         self._gather: GatherCopy | None = None  # kept: the recording reads its table
         self.lenses: list[Tensor | None] = [None] * len(traces)
@@ -34,9 +30,10 @@ class JointLogits:
         """x (1, T, C) -> logits (1, T, V)."""
         groups = [trace.residuals for trace in self._traces]
         residuals = [residual.flatten() for group in groups for residual in group]
-        if not residuals or self._kernels is None:
+        kernels = self._model.backend.trace_kernels
+        if not residuals or kernels is None:
             return self._model.compute_logits(x, probe)
-        if not self._kernels.joins_lenses:
+        if not kernels.joins_lenses:
             for index, group in enumerate(groups):
                 if group:
                     self.lenses[index] = self._model.compute_logits(torch.cat(group, dim=1))[0]
@@ -44,7 +41,7 @@ class JointLogits:
         is_separate = probe.at("ln_final").wants("scale", "normalized", "out")
         num_rows = 0 if is_separate else x.shape[1]
         joined = empty((num_rows + len(residuals), x.shape[-1]), x.dtype)
-        self._gather = self._kernels.gather_copy([*([] if is_separate else [x.flatten()]), *residuals])
+        self._gather = kernels.gather_copy([*([] if is_separate else [x.flatten()]), *residuals])
         assert self._gather.offsets[-1] == joined.nbytes
         self._gather.copy_to(joined)
         logits = self._model.compute_logits(joined[None])

@@ -5,8 +5,10 @@ the memory of the recording only until the next recording runs, so the trace cop
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +17,9 @@ from model.config import ModelConfig
 from model.engine.logit_lens import LensLogits
 from model.engine.trace_params import StepTraceKind
 from model.network.transformer import Transformer
-from model.ops.cpu.trace_kernels import GatherCopy, SummaryCalls, TraceKernels, decode_summaries
-from model.ops.gpu.gpu_summaries import GpuSummaryCalls, GpuTraceKernels
-from model.tracing.selection import StageTrace, bytes_of_values
+from model.ops.cpu.trace_kernels import GatherCopy, SummaryCalls, decode_summaries
+from model.ops.gpu.gpu_summaries import GpuSummaryCalls
+from model.tracing.selection import StageTrace
 from model.tracing.stages import Stage, last_residuals, sizes_of
 from model.tracing.tap import Chain, Recorder, Tap
 
@@ -80,54 +82,23 @@ class RecordedStage:
         return tensor.index_select(axis, torch.tensor(heads, device=tensor.device))
 
 
-@dataclass(frozen=True)
-class StageCopy:
-    """A copy of the stages that one replay has computed. Another thread may convert it to traces.
+class StageCopy(NamedTuple):
+    """A copy of the stages that one replay has computed: the `traces` of those with selected heads, by name.
 
-    `values` is None, or the bytes of all stages in `with_values`; each begins at its entry of `offsets`. `traces` has
-    the stages with selected heads, which are converted when the copy is made.
+    Another thread may call `make_others` for the rest, whose copy holds `num_bytes` until then.
     """
 
-    stages: Sequence[RecordedStage]
-    num_keys: int
-    statistics: Sequence[bytes]
-    values: Tensor | None
-    offsets: Sequence[int]
-    with_values: Sequence[RecordedStage]
-    traces: Mapping[str, StageTrace]
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory that the copy holds until it is converted to traces."""
-        num_bytes = 0 if self.values is None else self.values.nbytes
-        return num_bytes + sum(map(len, self.statistics)) + bytes_of_values(self.traces.values())
-
-    def all_traces(self) -> dict[str, StageTrace]:
-        """Convert the copy to the traces of all stages, by name."""
-        summaries = [list(decode_summaries(each)) for each in self.statistics]
-        found = dict(self.traces)
-        for recorded in self.stages:
-            if recorded.selected_heads is not None:
-                continue
-            shape = recorded.shape(self.num_keys)
-            trace = found[recorded.stage.name] = StageTrace(recorded.stage, shape, recorded.tensor.dtype, None)
-            if recorded.summary is not None:
-                calls, index = recorded.summary
-                trace.summary = summaries[calls][index]
-        if self.values is not None:
-            for recorded, begin in zip(self.with_values, self.offsets, strict=False):
-                trace = found[recorded.stage.name]
-                end = begin + math.prod(trace.shape) * trace.dtype.itemsize
-                trace.values = self.values[begin:end].view(trace.dtype).view(trace.shape)
-        return found
+    traces: dict[str, StageTrace]
+    make_others: Callable[[], dict[str, StageTrace]]
+    num_bytes: int
 
 
 class RecordedTrace:
     """The trace of one sequence in a recorded step. Its `tap` collects the stages while the step is recorded."""
 
-    def __init__(
-        self, model: Transformer, kernels: TraceKernels | GpuTraceKernels, kind: StepTraceKind, max_keys: int
-    ) -> None:
+    def __init__(self, model: Transformer, kind: StepTraceKind, max_keys: int) -> None:
+        kernels = model.backend.trace_kernels
+        assert kernels is not None, "steps with traces are recorded only with kernels for them"
         self._model, self._kernels, self._kind, self._max_keys = model, kernels, kind, max_keys
         self._detail = kind.params.selection.detail
         self._heads = _head_indices(kind, model.config)
@@ -190,13 +161,37 @@ class RecordedTrace:
                 values = x if self._detail == "values" else None
                 summary = None if summaries is None else summaries[index]
                 traces[recorded.stage.name] = StageTrace(recorded.stage, tuple(x.shape), x.dtype, values, summary)
-        values, offsets = None, list[int]()
+        values, offsets = torch.empty(0), list[int]()
         if self._values_copy is not None:
             offsets = self._values_copy.offsets
             values = torch.empty(offsets[-1], dtype=torch.uint8)
             self._values_copy.copy_to(values)
         statistics = [calls.read() for calls in self._summaries]
-        return StageCopy(self._stages, self._num_keys, statistics, values, offsets, self._with_values, traces)
+        make_others = partial(self._traces, self._num_keys, statistics, values, offsets)
+        return StageCopy(traces, make_others, values.nbytes + sum(map(len, statistics)))
+
+    def _traces(
+        self, num_keys: int, statistics: Sequence[bytes], values: Tensor, offsets: Sequence[int]
+    ) -> dict[str, StageTrace]:
+        """Convert copies of the results of a replay to the traces of all stages without selected heads, by name.
+
+        `values` are the bytes of the stages `_with_values`; each begins at its entry of `offsets`.
+        """
+        summaries = [list(decode_summaries(each)) for each in statistics]
+        found: dict[str, StageTrace] = {}
+        for recorded in self._stages:
+            if recorded.selected_heads is not None:
+                continue
+            shape = recorded.shape(num_keys)
+            trace = found[recorded.stage.name] = StageTrace(recorded.stage, shape, recorded.tensor.dtype, None)
+            if recorded.summary is not None:
+                calls, index = recorded.summary
+                trace.summary = summaries[calls][index]
+        for recorded, begin in zip(self._with_values, offsets, strict=False):
+            trace = found[recorded.stage.name]
+            end = begin + math.prod(trace.shape) * trace.dtype.itemsize
+            trace.values = values[begin:end].view(trace.dtype).view(trace.shape)
+        return found
 
     def _recorded_stage(self, stage: Stage, tensor: Tensor) -> RecordedStage:
         selected = [(axis, self._heads[dim]) for axis, dim in enumerate(stage.dims) if dim in self._heads]

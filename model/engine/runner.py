@@ -5,12 +5,11 @@ from itertools import groupby
 
 import torch
 
-from model.engine.attention.gpu_decode import GpuBackend
 from model.engine.attention.paged import PagedBackend
 from model.engine.attention.step_context import StepContext, choose_attention
 from model.engine.cache import PagedCache
 from model.engine.step_batch import StepSequence
-from model.engine.step_graph import ForwardResult, TracedRow
+from model.engine.step_graph import ForwardResult, RecordableAttention, TracedRow
 from model.engine.step_graphs import StepGraphs
 from model.network.adapters import AdaptedRows, Adapter, PassAdapters
 from model.network.transformer import Transformer
@@ -28,16 +27,11 @@ class Runner:
         self._cache = cache
         self._adapters = adapters
         self._attention = choose_attention(cache, model.share, model.backend)
-        self._step_graphs = StepGraphs(
-            model, self._attention if isinstance(self._attention, (PagedBackend, GpuBackend)) else None
-        )
+        self.reads_unwritten_slots = self._attention.reads_unwritten_slots
+        self._step_graphs = StepGraphs(model, self._attention)
         stages = stages_of(model.config, adapters=bool(adapters))
         self.stage_names = frozenset(stage.name for stage in stages)
         self._row_selected_stages = frozenset(stage.name for stage in stages if stage.has_selected_rows)
-
-    @property
-    def reads_unwritten_slots(self) -> bool:
-        return self._attention.reads_unwritten_slots
 
     @property
     def replays(self) -> bool:
@@ -61,11 +55,12 @@ class Runner:
         """
         can_record, edits = _recordable_edits(sequences)
         ordered = self._order(sequences, edits)
-        first_row = first_final = 0
+        first_token = first_row = first_final = 0
         for each in ordered:
+            each.tokens = slice(first_token, first_token + each.scheduled.num_new)
             each.rows = slice(first_row, first_row + each.num_logits)
             each.final_rows = slice(first_final, first_final + each.num_final)
-            first_row, first_final = each.rows.stop, each.final_rows.stop
+            first_token, first_row, first_final = each.tokens.stop, each.rows.stop, each.final_rows.stop
         adapters = self._pass_adapters(ordered) if self._adapters else None
         if can_record:
             result = self._run_decode_graph(ordered, adapters, edits)
@@ -81,7 +76,8 @@ class Runner:
     ) -> ForwardResult | None:
         """Record or replay a step in which all sequences decode; None: it was not computed."""
         traced, scheduled = _traced_rows(ordered), [each.scheduled for each in ordered]
-        result = self._step_graphs.run(scheduled, adapters, _edited_rows(ordered, edits), traced)
+        edited = _edited_rows(ordered, edits) if edits else ()
+        result = self._step_graphs.run(scheduled, adapters, edited, traced)
         if result is not None:
             for row, trace in zip(traced, result.traces, strict=True):
                 ordered[row.index].recorded_trace = trace
@@ -97,14 +93,9 @@ class Runner:
     def _compute(self, ordered: Sequence[StepSequence], adapters: PassAdapters | None) -> ForwardResult:
         """Compute a step without a graph."""
         scheduled = [each.scheduled for each in ordered]
-        ids: list[int] = []
-        head_rows: list[int] = []
-        taps: dict[int, SequenceTap] = {}
-        for index, each in enumerate(ordered):
-            if each.needs_tap:
-                taps[index] = self._sequence_tap(each, slice(len(ids), len(ids) + each.scheduled.num_new))
-            ids += each.scheduled.new_tokens
-            head_rows += range(each.final_rows.stop - each.num_logits, each.final_rows.stop)
+        ids = [token_id for each in scheduled for token_id in each.new_tokens]
+        head_rows = [i for each in ordered for i in range(each.final_rows.stop - each.num_logits, each.final_rows.stop)]
+        taps = {index: self._sequence_tap(each) for index, each in enumerate(ordered) if each.needs_tap}
         selected, attention = _final_tokens(ordered), self._attention.prepare(scheduled)
         logits = self._model(
             torch.tensor([ids], device=self._cache.device),
@@ -131,7 +122,7 @@ class Runner:
         """
         ordered = sorted(sequences, key=lambda each: (not each.scheduled.is_decoding, each.scheduled.start))
         is_customized = bool(self._adapters or edits) or any(each.is_traced for each in sequences)
-        if isinstance(self._attention, (PagedBackend, GpuBackend)) and is_customized:
+        if isinstance(self._attention, RecordableAttention) and is_customized:
             ordered.sort(
                 key=lambda each: (
                     not each.scheduled.is_decoding,
@@ -142,7 +133,7 @@ class Runner:
             )
         return ordered
 
-    def _sequence_tap(self, each: StepSequence, tokens: slice) -> SequenceTap:
+    def _sequence_tap(self, each: StepSequence) -> SequenceTap:
         """The tap of one sequence: its edits, the request's own tap, and its tracer."""
         taps: list[Tap] = []
         start, num_new, own = each.scheduled.start, each.scheduled.num_new, each.request.tap
@@ -152,28 +143,25 @@ class Runner:
                 ops = self._model.backend.ops
                 taps.append(each.edits.tap(start, num_new, selected, ops, each.conditions))
         except Exception as error:  # too little memory, for example: the error ends this sequence only
-            return SequenceTap(Chain(), tokens, each.final_rows, error)
+            return SequenceTap(Chain(), each.tokens, each.final_rows, error)
         if own is not None:
             taps.append(own.tap(start, num_new, selected, each.choice) if isinstance(own, Hooks) else own)
         if each.tracer is not None and each.is_traced:
             taps.append(each.tracer.tap)
         tap = taps[0] if len(taps) == 1 else Chain(*taps)
-        return SequenceTap(tap, tokens, each.final_rows, logit_rows=each.rows)
+        return SequenceTap(tap, each.tokens, each.final_rows, logit_rows=each.rows)
 
     def _pass_adapters(self, ordered: Sequence[StepSequence]) -> PassAdapters:
         """The adapters of a pass. Neighbours with the same adapter are one run of rows."""
         tokens: list[AdaptedRows] = []
         selected: list[AdaptedRows] = []
-        first = 0
         for name, group in groupby(ordered, key=lambda each: each.scheduled.sequence.adapter):
             run = list(group)
-            end = first + sum(each.scheduled.num_new for each in run)
             if name is not None:
                 adapter, own = self._adapters[name], slice(run[0].final_rows.start, run[-1].final_rows.stop)
-                tokens.append(AdaptedRows(adapter, slice(first, end)))
+                tokens.append(AdaptedRows(adapter, slice(run[0].tokens.start, run[-1].tokens.stop)))
                 if own.start < own.stop:
                     selected.append(AdaptedRows(adapter, own))
-            first = end
         return PassAdapters(tokens, selected)
 
 
@@ -202,24 +190,11 @@ def _recordable_edits(sequences: Sequence[StepSequence]) -> tuple[bool, Mapping[
 
 def _final_tokens(ordered: Sequence[StepSequence]) -> list[int]:
     """The indices of the new tokens that a pass computes to the final norm."""
-    indices: list[int] = []
-    end = 0
-    for each in ordered:
-        end += each.scheduled.num_new
-        indices += range(end - each.num_final, end)
-    return indices
+    return [index for each in ordered for index in range(each.tokens.stop - each.num_final, each.tokens.stop)]
 
 
 def _edited_rows(ordered: Sequence[StepSequence], edits: Mapping[StepSequence, RecordableEdits]) -> list[EditedRows]:
     """The edited rows of a pass. Neighbours with equal edits are one run of rows."""
-    runs: list[EditedRows] = []
-    first = 0
-    for each in ordered:
-        own, end = edits.get(each), first + each.scheduled.num_new
-        before = runs[-1] if runs else None
-        if own is not None and before is not None and before.rows.stop == first and before.edits.key == own.key:
-            runs[-1] = EditedRows(before.edits, slice(before.rows.start, end))
-        elif own is not None:
-            runs.append(EditedRows(own, slice(first, end)))
-        first = end
-    return runs
+    groups = groupby(ordered, key=lambda each: edits[each].key if each in edits else None)
+    runs = [list(group) for key, group in groups if key is not None]
+    return [EditedRows(edits[run[0]], slice(run[0].tokens.start, run[-1].tokens.stop)) for run in runs]

@@ -44,7 +44,7 @@ class _Turn(NamedTuple):
 
 
 def _turns_of(sequences: Iterable[SequenceState], num_before: Counter[Hashable]) -> list[_Turn]:
-    """The turns of sequences in the order of arrival, after `num_before` ones of each owner."""
+    """The turns of sequences, in the same order, after `num_before` ones of each owner."""
     turns = []
     for sequence in sequences:
         turns.append(_Turn(num_before[sequence.owner], sequence))
@@ -86,26 +86,23 @@ class Scheduler:
         self._max_tokens = max_tokens
         self._batch_invariant = batch_invariant
         self._step_multiple = 1
-        self._budget = StepBudget(max_stretch, target_seconds)
-        self._extra_time = ExtraTime(self._budget)
-        self.drafts = DraftPlanner(self._budget, self._extra_time, max_tokens, self._reserve)
+        self.budget = StepBudget(max_stretch, target_seconds)
+        self._extra_time = ExtraTime(self.budget)
+        self.drafts = DraftPlanner(self.budget, self._extra_time, max_tokens, self._reserve)
         self._store = store
         self._num_steps = 0
         self._unwritten_blocks: list[int] = []  # of the step that is being planned
         self._num_sequences: Counter[Hashable] = Counter()  # of each owner, waiting or running
-        self._num_groups = 0  # owners with several sequences; without any, the oldest sequence comes first
 
     def add(self, sequence: SequenceState) -> None:
         if self._blocks_for(len(sequence.tokens)) > self.pool.num_blocks:
             raise ValueError(f"{len(sequence.tokens)} tokens do not fit into {self.pool.num_blocks} blocks")
         self.waiting.append(sequence)
         self._num_sequences[sequence.owner] += 1
-        self._num_groups += self._num_sequences[sequence.owner] == 2
 
     def remove(self, sequence: SequenceState) -> None:
         """Remove a sequence that has ended or was cancelled. Its blocks are released at once."""
         sequence.has_ended = True
-        self._num_groups -= self._num_sequences[sequence.owner] == 2
         self._num_sequences[sequence.owner] -= 1
         if not self._num_sequences[sequence.owner]:
             del self._num_sequences[sequence.owner]
@@ -125,6 +122,11 @@ class Scheduler:
         """The number of owners with sequences that run or wait."""
         return len(self._num_sequences)
 
+    @property
+    def _has_groups(self) -> bool:
+        """Whether any owner has several sequences. Otherwise, the oldest sequence comes first."""
+        return self.num_owners < len(self.running) + len(self.waiting)
+
     def schedule(self, *, drafts: bool = False, network_drafts: bool = False, step_multiple: int = 1) -> StepPlan:
         """Plan the next step, decoding sequences first. With `drafts`, decoding sequences add drafted tokens if no
         prompt is in the step; with `network_drafts`, a network drafts those that earlier text does not suggest.
@@ -134,10 +136,8 @@ class Scheduler:
         """
         self._unwritten_blocks = []
         self._step_multiple = step_multiple
-        for sequence in [s for s in self.running if s.paused]:
-            self._preempt(sequence)  # other sequences can use its blocks and its place
-        for sequence in [s for s in self.running if s.has_outgrown]:
-            self._preempt(sequence)
+        for sequence in [s for s in self.running if s.paused or s.has_outgrown]:
+            self._preempt(sequence)  # while one is paused, others can use its blocks and its place
         for sequence in self.running:
             if sequence.load is not None and sequence.load.is_over:
                 self._end_load(sequence, sequence.load)
@@ -155,14 +155,6 @@ class Scheduler:
         for scheduled in planned:
             scheduled.sequence.last_step = self._num_steps
         return StepPlan(planned, self._unwritten_blocks, num_network_drafts)
-
-    def catch_up_seconds(self, plan: StepPlan) -> float:
-        """The time that the draft network may take for tokens of prompts before it drafts for a step."""
-        return self._budget.catch_up_seconds(plan.num_tokens)
-
-    def observe_drafting(self, num_sequences: float, seconds: float) -> None:
-        """Add measured passes of the draft network: their mean number of sequences, and the mean seconds of one."""
-        self._budget.observe_drafting(num_sequences, seconds)
 
     def complete(
         self,
@@ -200,7 +192,7 @@ class Scheduler:
         )
         if not recorded:
             decodes = all(each.is_decoding for each in plan.sequences)
-            self._budget.observe(plan.num_tokens, seconds, replayed=replayed and decodes)
+            self.budget.observe(plan.num_tokens, seconds, replayed=replayed and decodes)
 
     def forget(self, plan: StepPlan) -> None:
         """Make sure that the blocks of a failed step are not reused as computed prefixes."""
@@ -238,7 +230,7 @@ class Scheduler:
         num_owners = len({sequence.owner for sequence in decoding})
         if num_owners == len(decoding) or len(self._num_sequences) == 1:
             return decoding
-        most = max(self._budget.max_sequences(num_owners), num_owners)
+        most = max(self.budget.max_sequences(num_owners), num_owners)
         chosen = set(self._in_turns_of_owners(decoding)[:most])
         return [sequence for sequence in decoding if sequence in chosen]
 
@@ -246,12 +238,9 @@ class Scheduler:
         """One sequence of each owner, then a second one, and so on; first those that have waited longest."""
         oldest_first = sorted(sequences, key=lambda each: (each.last_step, len(each.tokens) - each.num_prompt))
         last_steps = {sequence.owner: sequence.last_step for sequence in oldest_first}  # the last one of each owner
-        num_before: Counter[Hashable] = Counter()  # of the same owner
-        turns = []
-        for sequence in oldest_first:
-            turns.append((num_before[sequence.owner], last_steps[sequence.owner], sequence.order, sequence))
-            num_before[sequence.owner] += 1
-        return [sequence for *_, sequence in sorted(turns)]
+        turns = _turns_of(oldest_first, Counter())
+        turns.sort(key=lambda turn: (turn.number, last_steps[turn.sequence.owner], turn.sequence.order))
+        return [turn.sequence for turn in turns]
 
     def _add_prompts(self, planned: list[ScheduledSequence], allowances: dict[SequenceState, int]) -> None:
         """Add tokens of prompts to the decoding sequences of a step.
@@ -306,7 +295,7 @@ class Scheduler:
         num_prompts = num_running + min(num_entering, self._max_sequences - len(self.running))
         if not num_prompts or not (num_decoding or self._batch_invariant):
             return budget
-        most = self._budget.max_prompt_tokens(num_decoding, num_prompts)
+        most = self.budget.max_prompt_tokens(num_decoding, num_prompts)
         whole = (num_decoding + most) // self._step_multiple * self._step_multiple - num_decoding
         return min(budget, max(whole, min(most, MIN_TOKENS)))
 
@@ -321,7 +310,7 @@ class Scheduler:
 
     def _share_places(self) -> None:
         """Preempt sequences of owners with many running ones, to admit waiting sequences of owners with fewer."""
-        if not self._num_groups or not self.waiting:
+        if not self.waiting or not self._has_groups:
             return
         num_running = Counter(sequence.owner for sequence in self.running)
         num_places = self._max_sequences - len(self.running)
@@ -340,7 +329,7 @@ class Scheduler:
 
     def _youngest_of_most(self) -> SequenceState:
         """The youngest running sequence of the owner with the most running ones."""
-        if not self._num_groups:
+        if not self._has_groups:
             return self.running[-1]
         num_running = Counter(sequence.owner for sequence in self.running)
         return max(self.running, key=lambda sequence: (num_running[sequence.owner], sequence.order))
@@ -448,7 +437,6 @@ class Scheduler:
             assert [s.order for s in queue] == sorted({s.order for s in queue}), "out of order, or listed twice"
         assert not set(self.running) & set(self.waiting)
         assert self._num_sequences == Counter(s.owner for s in [*self.running, *self.waiting])
-        assert self._num_groups == sum(number > 1 for number in self._num_sequences.values())
         for sequence in self.running:
             assert 0 <= sequence.num_computed <= len(sequence.tokens)
             most = self._blocks_for(len(sequence.tokens) + num_drafted.get(sequence, 0))

@@ -32,7 +32,7 @@ class SequenceState:
     max_cached: int = sys.maxsize  # the most tokens whose blocks are taken from others
     # The prompt of `prefix_leader` is computed first, and its blocks are shared.
     prefix_leader: "SequenceState | None" = None
-    cache_salt: InitVar[str | None] = None  # sequences with different salts never share blocks
+    cache_salt: str | None = None  # sequences with different salts never share blocks
     short_length: int = sys.maxsize  # a sequence with more tokens has other keys: rotary frequencies for long texts
     adapter: str | None = None  # the name of the adapter that computes the sequence
     digest_edits: Callable[[int, int], bytes | None] | None = None  # of edits from one position up to another, if any
@@ -52,15 +52,13 @@ class SequenceState:
     load: PrefixLoad | None = field(init=False, default=None)  # of stored blocks, before anything is computed
     lookup: PromptLookup | None = field(init=False, default=None)  # drafts the tokens that may follow, if any may be
     _hashes: list[bytes] = field(init=False, default_factory=list)  # of full blocks
-    _salt: str | None = field(init=False, default=None)
     _root: bytes = field(init=False, default=b"")  # the hash before the first block
     _is_long: bool = field(init=False, default=False)  # whether the computed tokens have the keys of a long text
 
-    def __post_init__(self, prompt: Sequence[int], cache_salt: str | None) -> None:
+    def __post_init__(self, prompt: Sequence[int]) -> None:
         self.tokens = array("q", prompt)
         self.num_prompt = len(prompt)
         self.owner = self.order if self.owner is None else self.owner
-        self._salt = cache_salt
         self.begin_anew()
 
     @property
@@ -78,7 +76,7 @@ class SequenceState:
         self.num_computed = self.num_draft_computed = 0
         self._is_long = len(self.tokens) > self.short_length
         self._hashes = []
-        salt = repr((self._salt, "long")) if self._is_long else self._salt
+        salt = repr((self.cache_salt, "long")) if self._is_long else self.cache_salt
         self._root = b"" if salt is None else salt_hash(salt)
 
     @property

@@ -22,7 +22,7 @@ from model.tracing.edits.conditions import ConditionState
 
 @dataclass(eq=False)
 class StepSequence:
-    """One sequence in one step. The fields from `final_rows` on are filled in by `Runner.run` and `choose_tokens`, and
+    """One sequence in one step. The fields from `tokens` on are filled in by `Runner.run` and `choose_tokens`, and
     the error and the seconds also by `Engine` and `Continuation.advance`.
     """
 
@@ -39,6 +39,7 @@ class StepSequence:
     choice: int = 0  # the number of the continuation
     before: "StepSequence | None" = None  # the part with the token before this drafted one, if it is traced
 
+    tokens: slice = field(init=False)  # the rows of its new tokens in the pass
     final_rows: slice = field(init=False)  # of the stages of the final norm
     rows: slice = field(init=False)  # of the logits of the step
     logits: Tensor | None = None  # (R, V) of the last `num_logits` tokens, if the step keeps them

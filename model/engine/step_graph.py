@@ -22,8 +22,7 @@ from model.network.adapters import PassAdapters
 from model.network.transformer import Transformer
 from model.ops.interface import Argmax
 from model.tracing.edits.bound import EditedRows, tap_of_runs
-from model.tracing.edits.edit_tap import EditTap
-from model.tracing.tap import BatchTap, SequenceTap, Tap
+from model.tracing.tap import BatchTap, SequenceTap
 
 RecordableAttention = PagedBackend | GpuBackend
 
@@ -90,13 +89,17 @@ class StepGraph:
         self._traced = traced
 
         def compute() -> tuple[ForwardResult, JointLogits]:
-            traces = self._new_traces(model, max_keys)
-            tap, taps = self._tap(edit_tap, traces)
-            joint = JointLogits(model, backend.trace_kernels, traces)
+            traces = [RecordedTrace(model, each.kind, max_keys) for each in traced]
+            taps: dict[int, SequenceTap] = {}
+            for each, trace in zip(traced, traces, strict=True):
+                own = slice(each.row, each.row + 1)
+                taps[each.index] = SequenceTap(trace.tap, tokens=own, rows=own)
+            tap = BatchTap(taps, frozenset(), edit_tap) if taps else edit_tap
+            joint = JointLogits(model, traces)
             options = {"context": context, "adapters": adapters, "compute_logits": joint}
             logits = self._recording.keep(model(self._step.ids, tap=tap, rows=self._rows, **options)[0])
             argmax = backend.sampling.argmax(logits)
-            for error in (each.error for each in taps if each.error is not None):
+            for error in (each.error for each in taps.values() if each.error is not None):
                 raise error
             for trace, row, lens_logits in zip(traces, traced, joint.lenses, strict=True):
                 trace.finish_recording(num_keys(sequences[row.index]), lens_logits)
@@ -108,33 +111,13 @@ class StepGraph:
 
     def replay(self, sequences: Sequence[PlannedSequence], rows: Sequence[int] | None) -> ForwardResult:
         """Compute the result for other sequences. It is valid until the next graph runs."""
-        self.update_inputs(sequences, rows)
-        self._recording.replay()
-        return self._replayed
-
-    def update_inputs(self, sequences: Sequence[PlannedSequence], rows: Sequence[int] | None) -> None:
         self._step.update(sequences)
         if self._rows is not None:
             self._rows.numpy()[:] = rows
         for trace, row in zip(self.result.traces, self._traced, strict=True):
             trace.update(num_keys(sequences[row.index]))
-
-    def _new_traces(self, model: Transformer, max_keys: int) -> list[RecordedTrace]:
-        kernels = model.backend.trace_kernels
-        if kernels is None:
-            assert not self._traced
-            return []
-        return [RecordedTrace(model, kernels, each.kind, max_keys) for each in self._traced]
-
-    def _tap(self, edits: EditTap | None, traces: Sequence[RecordedTrace]) -> tuple[Tap | None, Sequence[SequenceTap]]:
-        """The tap of the pass, and the taps of the traced sequences in it."""
-        if not traces:
-            return edits, ()
-        taps = {}
-        for each, trace in zip(self._traced, traces, strict=True):
-            row = slice(each.row, each.row + 1)
-            taps[each.index] = SequenceTap(trace.tap, tokens=row, rows=row)
-        return BatchTap(taps, frozenset(), edits), list(taps.values())
+        self._recording.replay()
+        return self._replayed
 
 
 def num_keys(scheduled: PlannedSequence) -> int:

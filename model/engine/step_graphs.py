@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from model.engine.attention.gpu_decode import GpuBackend
-from model.engine.attention.interface import PlannedSequence
+from model.engine.attention.interface import AttentionBackend, PlannedSequence
 from model.engine.attention.paged import PagedBackend
 from model.engine.recorded_trace import MAX_TRACE_BYTES, bytes_of_trace, room_for_keys, traces_keys
 from model.engine.step_graph import ForwardResult, RecordableAttention, StepGraph, TracedRow, num_keys
@@ -50,7 +50,7 @@ class Shape:
     adapted: tuple[tuple[str, int, int], ...] = ()  # the name of an adapter, and the first and the end row of its run
     edited: tuple[tuple[bytes, int, int], ...] = ()  # the key of the edits of a run, and its first and its end row
     traced: tuple[tuple[tuple[str, bool, bool], int], ...] = ()  # the key of the trace of a row, and the row
-    max_keys: int = 0  # for which traced attention has room
+    max_keys: int = 0  # for which traced attention has room; 0 if no traced stage has keys
     max_blocks: int = 0  # of a sequence, for which the tables have room
     num_rows: int | None = None  # that have logits, in a step with prompts; None: all
 
@@ -75,29 +75,22 @@ class Customization:
 class StepGraphs:
     """The graphs of a network that our kernels compute completely. Without paged kernels nothing is recorded."""
 
-    def __init__(self, model: Transformer, attention: RecordableAttention | None) -> None:
+    def __init__(self, model: Transformer, attention: AttentionBackend) -> None:
         self._model = model
         self._is_gpu = isinstance(attention, GpuBackend)
-        # On a GPU, the choice of experts waits for the CPU.
-        self._attention = None if self._is_gpu and model.config.num_experts else attention
+        self._attention = attention if isinstance(attention, RecordableAttention) else None
+        if self._is_gpu and model.config.num_experts:
+            self._attention = None  # the choice of experts waits for the CPU
         self._memory = None if self._attention is None else self._attention.new_memory()
         # In the order of their last use.
         self._graphs: dict[Shape, StepGraph] = {}
         self._unrecordable: set[Customization] = set()  # PyTorch computes a part of the step, or its recording failed
-        self._can_record_prompts = isinstance(attention, PagedBackend)
+        self.records_prompts = isinstance(attention, PagedBackend)
+        """Whether steps with prompts are recorded, as far as is known."""
         self._prompt_memory = None if self._attention is None else self._attention.new_memory()
         self.replays_decoding = False
         """Whether any step of decoding sequences is recorded."""
         self._seen: set[Shape] = set()  # of steps with prompts that were computed, but not recorded
-
-    @property
-    def num_recorded(self) -> int:
-        return len(self._graphs)
-
-    @property
-    def records_prompts(self) -> bool:
-        """Whether steps with prompts are recorded, as far as is known."""
-        return self._attention is not None and self._can_record_prompts
 
     def run(
         self,
@@ -109,7 +102,8 @@ class StepGraphs:
         """Compute a step of decoding sequences; None: it was not computed. The next call overwrites the result."""
         if self._attention is None:
             return None
-        max_keys = self._room_for_keys(sequences, traced)
+        key_counts = [num_keys(sequences[each.index]) for each in traced if traces_keys(each.kind)]
+        max_keys = room_for_keys(max(key_counts)) if key_counts else 0
         if traced and not self._can_trace(traced, max_keys):
             return None
         max_blocks = self._attention.max_blocks(sequences, self._model.config.max_positions)
@@ -148,12 +142,12 @@ class StepGraphs:
         else:
             self._attention = None  # PyTorch computes a part of this network, so nothing is recorded from now on
             self._graphs.clear()
-            self.replays_decoding = False
+            self.replays_decoding = self.records_prompts = False
         return graph.result
 
     def run_prompts(self, sequences: Sequence[PlannedSequence], rows: Sequence[int]) -> ForwardResult | None:
         """Compute a step with prompts and without adapters, edits and traces, and the logits of some rows, as `run`."""
-        if self._attention is None or not self._can_record_prompts:
+        if self._attention is None or not self.records_prompts:
             return None
         num_tokens = sum(scheduled.num_new for scheduled in sequences)
         is_one_of_few = num_tokens % TOKENS_MULTIPLE == 0 and 0 < len(rows) <= len(sequences)
@@ -175,9 +169,9 @@ class StepGraphs:
             raise
         except Exception:  # too little memory, for example
             logger.warning("steps with prompts cannot be recorded, so they take longer", exc_info=True)
-            self._can_record_prompts = False
+            self.records_prompts = False
             return None
-        self._can_record_prompts = graph.is_complete
+        self.records_prompts = graph.is_complete
         if graph.is_complete:
             self._keep(shape, graph)
         return graph.result.first_rows(len(rows))
@@ -188,11 +182,6 @@ class StepGraphs:
             self._graphs[shape] = self._graphs.pop(shape)
         return graph
 
-    def _room_for_keys(self, sequences: Sequence[PlannedSequence], traced: Sequence[TracedRow]) -> int:
-        """The number of keys for which traced attention must have room; 0 if no traced stage has keys."""
-        counts = [num_keys(sequences[each.index]) for each in traced if traces_keys(each.kind)]
-        return room_for_keys(max(counts)) if counts else 0
-
     def _can_trace(self, traced: Sequence[TracedRow], max_keys: int) -> bool:
         """Whether the backend records traces, and the memory for them is limited."""
         if self._model.backend.trace_kernels is None:
@@ -201,40 +190,26 @@ class StepGraphs:
         return sum(bytes_of_trace(each.kind, config, dtype, max_keys) for each in traced) <= MAX_TRACE_BYTES
 
     def _keep(self, shape: Shape, graph: StepGraph) -> None:
+        """Keep a graph. Of its kind, forget those that were not used for longest, if there are too many."""
         self._graphs[shape] = graph
+        most = MAX_CUSTOMIZED_GRAPHS if shape.is_customized else MAX_PLAIN_GRAPHS
         if shape.has_prompts:
-            self._limit_prompts()
-            return
-        self.replays_decoding = True
-        if not shape.is_customized:
-            plain = [each for each in self._graphs if not (each.is_customized or each.has_prompts)]
-            if len(plain) > MAX_PLAIN_GRAPHS:
-                del self._graphs[plain[0]]
-            return
-        customized = [each for each in self._graphs if each.is_customized]
-        num_bytes = sum(self._graphs[each].edit_bytes for each in customized)
-        num_stages = sum(self._graphs[each].num_traced_stages for each in customized)
-        while len(customized) > MAX_CUSTOMIZED_GRAPHS or (
-            len(customized) > 1 and (num_bytes > MAX_EDIT_BYTES or num_stages > MAX_TRACED_STAGES)
-        ):
-            oldest = self._graphs.pop(customized.pop(0))
+            assert isinstance(self._prompt_memory, RecordingMemory)
+            most = MAX_PROMPT_GRAPHS
+            if self._prompt_memory.num_bytes > MAX_PROMPT_BYTES:  # which only shrinks if all are forgotten
+                most, self._prompt_memory = 0, RecordingMemory()
+                self._seen.clear()
+        else:
+            self.replays_decoding = True
+        kind = shape.is_customized, shape.has_prompts
+        kept = [each for each in self._graphs if (each.is_customized, each.has_prompts) == kind]
+        num_bytes = sum(self._graphs[each].edit_bytes for each in kept)
+        num_stages = sum(self._graphs[each].num_traced_stages for each in kept)
+        while len(kept) > most or (len(kept) > 1 and (num_bytes > MAX_EDIT_BYTES or num_stages > MAX_TRACED_STAGES)):
+            self._seen.discard(kept[0])
+            oldest = self._graphs.pop(kept.pop(0))
             num_bytes -= oldest.edit_bytes
             num_stages -= oldest.num_traced_stages
-
-    def _limit_prompts(self) -> None:
-        """Forget the graph with prompts that was not used for longest, or all if their memory has grown too large."""
-        shapes = [each for each in self._graphs if each.has_prompts]
-        assert isinstance(self._prompt_memory, RecordingMemory)
-        if self._prompt_memory.num_bytes > MAX_PROMPT_BYTES:
-            self._prompt_memory = RecordingMemory()
-            self._seen.clear()
-        elif len(shapes) <= MAX_PROMPT_GRAPHS:
-            return
-        else:
-            shapes = shapes[:1]
-        for shape in shapes:
-            del self._graphs[shape]
-            self._seen.discard(shape)
 
 
 def _remember(kinds: set[Kind], kind: Kind) -> None:

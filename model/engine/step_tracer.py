@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from model.engine.logit_lens import LensLayer, LensLogits
-from model.engine.recorded_trace import RecordedTrace, StageCopy
+from model.engine.recorded_trace import RecordedTrace
 from model.engine.step_plan import ScheduledSequence
 from model.engine.trace_params import StepTraceKind, TraceParams
 from model.network.transformer import Transformer
@@ -35,7 +35,7 @@ class StepTrace:
     """
 
     positions: list[int]
-    made: Sequence[StageTrace] | Callable[[], Sequence[StageTrace]]  # the stages, or what makes them
+    made: Sequence[StageTrace] | Callable[[], Sequence[StageTrace]]  # the stages, or a function that makes them
     num_bytes: int  # an estimate of the memory that the trace holds
     predictions: list[Predictions]
     logit_lens: Sequence[LensLayer] | None
@@ -124,36 +124,31 @@ class StepTracer:
                 predictions = predict(rows, self._params.top_k, self._model.backend.summaries)
         lens = self._lens_logits() if recorded is None else recorded.lens
         layers = None if lens is None else lens.layers(next_tokens[-1])
-        if recorded is None and self.positions:
+        copy = None if recorded is None else recorded.copy_stages()
+        if copy is not None:
+            found |= copy.traces
+        elif self.positions:
             found |= self._recorder.kept
         if "_collector" in vars(self):
             self._collector.finish()
         if not (self.positions or layers or constraint):
             return None
-        made, num_bytes = self._stages(found, None if recorded is None else recorded.copy_stages())
-        num_bytes += _bytes_of(predictions) + (0 if layers is None else _bytes_of([layer.top for layer in layers]))
-        return StepTrace(self.positions, made, num_bytes, predictions, layers, constraint)
-
-    def _stages(
-        self, found: dict[str, StageTrace], copy: StageCopy | None
-    ) -> tuple[Sequence[StageTrace] | Callable[[], Sequence[StageTrace]], int]:
-        """The traced stages in order, or what makes them, and an estimate of the memory that they hold."""
         ordered = self._params.selection.stages
-        num_bytes = STAGE_BYTES * len(found) + bytes_of_values(found.values())
-        if copy is None:
-            return [found[stage.name] for stage in ordered if stage.name in found], num_bytes
 
-        def make() -> list[StageTrace]:
-            found.update(copy.all_traces())
-            return [found[stage.name] for stage in ordered if stage.name in found]
+        def make_stages() -> list[StageTrace]:
+            made = found if copy is None else found | copy.make_others()
+            return [made[stage.name] for stage in ordered if stage.name in made]
 
-        num_bytes += STAGE_BYTES * len(copy.traces) + copy.num_bytes
-        return make, num_bytes
+        num_bytes = STAGE_BYTES * len(found) + bytes_of_values(found.values()) + (0 if copy is None else copy.num_bytes)
+        num_bytes += _bytes_of(predictions) + (0 if layers is None else _bytes_of([layer.top for layer in layers]))
+        stages = make_stages() if copy is None else make_stages
+        return StepTrace(self.positions, stages, num_bytes, predictions, layers, constraint)
 
     def _read_out(self, logits: Tensor, next_tokens: Sequence[int]) -> dict[str, StageTrace]:
         """The stages that are computed from the logits and the next tokens."""
-        recorder = Recorder([each for each in self._params.selection.stages if each.name in AFTER_LOGITS], self._keep)
-        if not self._params.names.isdisjoint(AFTER_LOGITS):
+        stages = [stage for stage in self._params.selection.stages if stage.name in AFTER_LOGITS]
+        recorder = Recorder(stages, self._keep)
+        if stages:
             compute_loss(logits[None], next_tokens, recorder, self._model.backend.summaries)
         return recorder.kept
 

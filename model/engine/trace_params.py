@@ -33,11 +33,6 @@ class TraceParams:
         return self.needs_logits or any(stage.has_selected_rows for stage in self.selection.stages)
 
     @cached_property
-    def names(self) -> frozenset[str]:
-        """The names of the stages."""
-        return frozenset(stage.name for stage in self.selection.stages)
-
-    @cached_property
     def wanted_positions(self) -> frozenset[int] | None:
         return None if self.selection.positions is None else frozenset(self.selection.positions)
 

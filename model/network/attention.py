@@ -142,7 +142,6 @@ class DenseContext:
         self.lengths = torch.full_like(self.positions, num_new if cache is None else cache.capacity)
         self._config = config
         self._cache = cache
-        self._num_new = num_new
         self._ops = ops
         windows = {config.window_of(layer) for layer in range(config.num_layers)}
         self._masks = {window: CausalMask(start, num_new, window, device) for window in windows}
@@ -155,4 +154,4 @@ class DenseContext:
 
     def finish(self) -> None:
         if self._cache is not None:
-            self._cache.advance(self._num_new)
+            self._cache.advance(len(self.positions))

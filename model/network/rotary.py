@@ -1,7 +1,6 @@
 """Position embeddings that are computed: rotary embeddings with their scaling variants, and the sinusoidal table."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,18 +10,19 @@ from model.ops.interface import NetworkOps, Rotation
 from model.ops.torch_ops import TORCH
 
 
-def rotary_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+def rotary_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None, *, is_long: bool = False) -> Tensor:
     """The angle per position of each pair of dims, (R/2,) float32 in radians: theta^(-2i/R), changed by `scaling`.
 
     Su et al. 2021 (arXiv:2104.09864). Scaling of kind `dynamic` has no fixed frequencies and is ignored here; see
-    `RotaryPositions`. Those of kind `longrope` are of sequences within the training length.
+    `RotaryPositions`. Those of kind `longrope` are of sequences beyond the training length if these are `is_long`.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     frequencies = 1.0 / theta**exponents
     if scaling is None or scaling.kind == "dynamic":
         return frequencies
     if scaling.kind == "longrope":
-        return _divided(scaling.short_factors, theta, exponents)
+        factors = scaling.long_factors if is_long else scaling.short_factors
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponents)
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     if scaling.kind == "llama3":
@@ -33,10 +33,6 @@ def rotary_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | Non
         keep = 1 - _yarn_ramp(rotary_dim, theta, scaling)
     keep = keep.clamp(0, 1)  # 1: fast pairs keep their frequency; 0: slow pairs are interpolated
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
-
-
-def _divided(factors: Sequence[float], theta: float, exponents: Tensor) -> Tensor:
-    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponents)
 
 
 def _yarn_ramp(rotary_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
@@ -78,8 +74,7 @@ class RotaryPositions:
         with torch.device("cpu"):  # the network may be built on the meta device, but the frequencies need values
             self._frequencies = rotary_frequencies(rotary_dim, theta, scaling)
             if scaling is not None and scaling.kind == "longrope":
-                exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-                self._long = _divided(scaling.long_factors, theta, exponents)
+                self._long = rotary_frequencies(rotary_dim, theta, scaling, is_long=True)
 
     def __call__(
         self, positions: Tensor, dtype: torch.dtype, ops: NetworkOps = TORCH.ops, lengths: Tensor | None = None

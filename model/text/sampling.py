@@ -124,7 +124,8 @@ class Sampler:
         self._seed = secrets.randbits(63) if params.seed is None else params.seed
         self._num_drawn = 0
         self._tokens = list(prompt_ids) if params.reads_tokens else []
-        self.bias = _bias_tensors(params.logit_bias)
+        biased_ids, biases = list(params.logit_bias), list(params.logit_bias.values())
+        self.bias = torch.tensor(biased_ids, dtype=torch.int64), torch.tensor(biases)
         """Token ids (K,), and the values (K,) to add to their logits."""
         self._has_penalties = bool(
             params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
@@ -190,10 +191,6 @@ class Sampler:
                 self._ids_and_counts = torch.cat((self._ids_and_counts, torch.zeros_like(self._ids_and_counts)), dim=1)
             self._ids_and_counts[0, column] = token_id
             self._ids_and_counts[1, column] += 1
-
-
-def _bias_tensors(logit_bias: Mapping[int, float]) -> tuple[Tensor, Tensor]:
-    return torch.tensor(list(logit_bias), dtype=torch.int64), torch.tensor(list(logit_bias.values()))
 
 
 def key_of(seed: int, num_drawn: int) -> int:

@@ -270,9 +270,7 @@ def test_blocks_that_other_sequences_have_overwritten_are_computed_again(monkeyp
 
 
 def test_only_blocks_with_the_same_tokens_count_as_computed() -> None:
-    config = network().config
-    cache = PagedCache(config, 8, 4, dtype=torch.float32, device=torch.device("cpu"))
-    known = DraftCache(cache)
+    known = DraftCache(PagedCache(network(), 8, 4))
 
     def sequence(ids: Sequence[int], blocks: list[int]) -> SequenceState:
         found = SequenceState(1, ids)
@@ -316,7 +314,7 @@ def test_of_very_many_shapes_with_drafts_the_graphs_that_were_used_last_are_kept
         return run(engine, *requests), [engine._runner._step_graphs, engine._draft_network._graphs]
 
     plain, all_graphs = serve()
-    assert all(graphs.num_recorded > 5 for graphs in all_graphs)
+    assert all(len(graphs._graphs) > 5 for graphs in all_graphs)
     monkeypatch.setattr(step_graphs, "MAX_PLAIN_GRAPHS", 3)
     found, kept = serve()
     assert found == plain

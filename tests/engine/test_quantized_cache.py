@@ -80,7 +80,7 @@ def test_about_twice_as_many_tokens_fit_into_the_same_memory() -> None:
         for each in ("auto", "int8")
     }
     assert sizes["int8"] / sizes["auto"] == pytest.approx(2 * 16 / 18, rel=0.01)  # heads of 16 numbers
-    cache = PagedCache(model.config, 10, 4, dtype=torch.bfloat16, device=torch.device("cpu"), stored_as="int8")
+    cache = PagedCache(model, 10, 4, "int8")
     stored = sum(each.nbytes for each in (*cache._pools, *cache._magnitudes))
     assert stored == 10 * 4 * bytes_of_token(model.config, torch.bfloat16, "int8")
 

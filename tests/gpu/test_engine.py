@@ -36,7 +36,7 @@ def pair(name: str, device: torch.device, dtype: torch.dtype = torch.float32) ->
 
 
 def num_graphs(engine: Engine) -> int:
-    return engine._runner._step_graphs.num_recorded
+    return len(engine._runner._step_graphs._graphs)
 
 
 def num_customized(engine: Engine) -> int:

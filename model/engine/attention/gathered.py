@@ -88,32 +88,27 @@ def plan_reads(
 
     `sequences` are in an order in which decoding sequences of similar length are neighbours.
     """
-    reads: list[Read] = []
-    row = 0
-    group: list[_Member] = []
-
-    def close() -> None:
-        nonlocal row
-        if group:
-            reads.append(_read_together(group, row, window, block_size, device))
-            row += sum(member.scheduled.num_new for member in group)
-            group.clear()
-
+    groups: list[list[_Member]] = []
     for scheduled in sequences:
         first = 0 if window is None else max(0, scheduled.start - window + 1) // block_size
         last = (scheduled.start + scheduled.num_new - 1) // block_size
-        blocks = scheduled.sequence.blocks[first : last + 1]
-        is_similar = (
-            group
-            and scheduled.is_decoding
-            and group[0].scheduled.is_decoding
-            and len(blocks) <= MAX_PADDING * len(group[0].blocks)
-        )
-        if not is_similar or len(blocks) * (len(group) + 1) > MAX_GATHERED:
-            close()
-        group.append(_Member(scheduled, first * block_size, blocks))
-    close()
+        member = _Member(scheduled, first * block_size, scheduled.sequence.blocks[first : last + 1])
+        if groups and _are_similar(groups[-1], member):
+            groups[-1].append(member)
+        else:
+            groups.append([member])
+    reads: list[Read] = []
+    for group in groups:
+        reads.append(_read_together(group, reads[-1].rows.stop if reads else 0, window, block_size, device))
     return reads
+
+
+def _are_similar(group: Sequence[_Member], other: _Member) -> bool:
+    """Whether a sequence can be read together with a group."""
+    if not (group[0].scheduled.is_decoding and other.scheduled.is_decoding):
+        return False
+    num_blocks = len(other.blocks)
+    return num_blocks <= MAX_PADDING * len(group[0].blocks) and num_blocks * (len(group) + 1) <= MAX_GATHERED
 
 
 def _read_together(
@@ -126,7 +121,11 @@ def _read_together(
     num_keys = offsets[0] + num_new if is_alone else num_blocks * block_size
     padded = [member.blocks + member.blocks[-1:] * (num_blocks - len(member.blocks)) for member in group]
     blocks = [block for table in padded for block in table]
-    is_contiguous = is_alone and blocks == list(range(blocks[0], blocks[0] + num_blocks))
+    location: Tensor | slice
+    if is_alone and blocks == list(range(blocks[0], blocks[0] + num_blocks)):
+        location = slice(blocks[0] * block_size, (blocks[0] + num_blocks) * block_size)
+    else:
+        location = torch.tensor(blocks, device=device)
     visible = None
     if not is_alone or num_new > 1 or window is not None:
         keys = torch.arange(num_keys, device=device)
@@ -136,12 +135,4 @@ def _read_together(
         if window is not None:
             visible &= keys > own - window
         visible = visible[:, None]  # (B, 1, T, S)
-    return Read(
-        slice(row, row + num_new * len(group)),
-        len(group),
-        slice(blocks[0] * block_size, (blocks[0] + num_blocks) * block_size)
-        if is_contiguous
-        else torch.tensor(blocks, device=device),
-        num_keys,
-        visible,
-    )
+    return Read(slice(row, row + num_new * len(group)), len(group), location, num_keys, visible)

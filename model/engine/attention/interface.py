@@ -6,7 +6,7 @@ Dims: N new tokens of all sequences of the step, concatenated, H/Hkv heads, D he
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -36,6 +36,13 @@ class PlannedSequence(Protocol):
     def is_decoding(self) -> bool: ...
     @property
     def sequence(self) -> Blocks: ...
+
+
+class BlockTable(NamedTuple):
+    """`Blocks` that no scheduler has made."""
+
+    blocks: list[int]
+    length: int
 
 
 @dataclass(frozen=True)

@@ -50,42 +50,35 @@ class PagedStep:
         self, backend: PagedBackend, sequences: Sequence[PlannedSequence], max_blocks: int | None, max_sequences: int
     ) -> None:
         self._max_sequences = max_sequences
-        self._cache, self._kernels = backend.cache, backend.kernels
-        size = self._cache.block_size
+        self._kernels = backend.kernels
+        cache = self._cache = backend.cache
+        num_tokens = sum(scheduled.num_new for scheduled in sequences)
         num_blocks = max_blocks or max(len(scheduled.sequence.blocks) for scheduled in sequences)
-        blocks = torch.zeros(max_sequences, num_blocks, dtype=torch.int64)
-        self.positions, self.lengths, self._slots = torch.tensor(slot_mapping(sequences, size))
-        first_rows, start = self._row_tables(sequences)
-        partials = empty_partials(
-            len(self.positions), self._cache.num_heads, self._cache.d_head, num_blocks * size, backend.partials
+        max_keys = num_blocks * cache.block_size
+        self.ids = torch.empty(1, num_tokens, dtype=torch.int64)
+        self.positions, self.lengths, self._slots = torch.empty(3, num_tokens, dtype=torch.int64)
+        self._read = PagedRead(
+            torch.zeros(max_sequences, num_blocks, dtype=torch.int64),
+            torch.empty(max_sequences + 1, dtype=torch.int64),
+            torch.empty(max_sequences, dtype=torch.int64),
+            cache.block_size,
+            empty_partials(num_tokens, cache.num_heads, cache.d_head, max_keys, backend.partials),
         )
-        self.ids = torch.tensor([[token for each in sequences for token in each.new_tokens]])
-        self._read = PagedRead(blocks, torch.tensor(first_rows), torch.tensor(start), size, partials)
-        self._write_blocks(sequences)
+        self.update(sequences)
 
     def update(self, sequences: Sequence[PlannedSequence]) -> None:
-        """Overwrite the tables with those of another step of as many tokens, and of at most `max_sequences`."""
-        read = self._read
+        """Write the tables of a step of as many tokens, and of at most `max_sequences`."""
+        read, empty = self._read, [0] * (self._max_sequences - len(sequences))
+        self.ids.numpy()[0] = [token for each in sequences for token in each.new_tokens]
+        first_rows = cu_seqlens([each.num_new for each in sequences] + empty)
+        starts = [each.start for each in sequences] + empty
         tensors = (self.positions, self.lengths, self._slots, read.cu_seqlens, read.start)
-        tables = (*slot_mapping(sequences, read.block_size), *self._row_tables(sequences))
+        tables = (*slot_mapping(sequences, read.block_size), first_rows, starts)
         for tensor, numbers in zip(tensors, tables, strict=True):
             tensor.numpy()[:] = numbers
-        self.ids.numpy()[0] = [token for each in sequences for token in each.new_tokens]
-        self._write_blocks(sequences)
-
-    def _write_blocks(self, sequences: Sequence[PlannedSequence]) -> None:
-        tables = self._read.blocks.numpy()
+        blocks = read.blocks.numpy()
         for row, scheduled in enumerate(sequences):
-            tables[row, : len(scheduled.sequence.blocks)] = scheduled.sequence.blocks
-
-    def _row_tables(self, sequences: Sequence[PlannedSequence]) -> tuple[list[int], list[int]]:
-        """The cumulative numbers of new tokens, and the position of the first new token of each sequence."""
-        lengths = [scheduled.num_new for scheduled in sequences]
-        starts = [scheduled.start for scheduled in sequences]
-        if len(sequences) < self._max_sequences:
-            empty = [0] * (self._max_sequences - len(sequences))
-            return cu_seqlens(lengths + empty), starts + empty
-        return cu_seqlens(lengths), starts
+            blocks[row, : len(scheduled.sequence.blocks)] = scheduled.sequence.blocks
 
     def store_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache = self._cache

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from model.choices import KVCacheDtype
 from model.engine.attention.interface import AttentionBackend
 from model.engine.attention.step_context import StepContext, choose_attention
 from model.engine.cache import PagedCache
@@ -46,19 +47,13 @@ class Follower:
                     self._step(message)
 
     def _open_cache(self, message: OpenCache) -> None:
-        model, weight = self._model, self._model.embed.weight
-        self._cache = PagedCache(
-            model.share,
-            message.num_blocks,
-            message.block_size,
-            dtype=weight.dtype,
-            device=weight.device,
-            stored_as="int8" if message.is_quantized else "auto",
-        )
+        model = self._model
+        kind: KVCacheDtype = "int8" if message.is_quantized else "auto"
+        self._cache = PagedCache(model, message.num_blocks, message.block_size, kind)
         self._attention = choose_attention(self._cache, model.share, model.backend)
 
     def _single_pass(self, message: SinglePass) -> None:
-        tap = FollowingTap(self._names(message.stages), self._layout) if message.stages else None
+        tap = self._tap(message.stages) if message.stages else None
         try:
             self._model(self._tensor(message.ids), tap=tap, compute_logits=no_logits)
         except TapFailed:  # rank 0 has left the pass at the same stage
@@ -68,23 +63,19 @@ class Follower:
         assert self._cache is not None, "the cache is opened first"
         assert self._attention is not None
         ids: list[int] = []
-        tokens: list[slice] = []  # of each sequence
-        for scheduled in message.sequences:
-            tokens.append(slice(len(ids), len(ids) + scheduled.num_new))
+        taps: dict[int, SharedSequenceTap] = {}
+        for index, (scheduled, stages) in enumerate(zip(message.sequences, message.stages, strict=True)):
+            tokens = slice(len(ids), len(ids) + scheduled.num_new)
+            if stages:
+                taps[index] = SharedSequenceTap(self._tap(stages), tokens, slice(0))
             ids += scheduled.new_tokens
-        taps = {
-            each.index: SharedSequenceTap(
-                FollowingTap(self._names(each.stages), self._layout), tokens[each.index], slice(0)
-            )
-            for each in message.taps
-        }
         attention = self._attention.prepare(message.sequences)
         context = StepContext(attention, self._cache, message.sequences, self._model.backend.ops)
         tap = BatchTap(taps, frozenset()) if taps else None
         self._model(self._tensor([ids]), tap=tap, context=context, compute_logits=no_logits)
 
-    def _names(self, stages: Sequence[int]) -> list[str]:
-        return [self._layout.names[index] for index in stages]
+    def _tap(self, stages: Sequence[int]) -> FollowingTap:
+        return FollowingTap([self._layout.names[index] for index in stages], self._layout)
 
     def _tensor(self, ids: object) -> Tensor:
         return torch.tensor(ids, device=self._model.embed.weight.device)

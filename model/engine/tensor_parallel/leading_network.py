@@ -15,7 +15,6 @@ from model.engine.tensor_parallel.messages import (
     KeepAlive,
     Message,
     OpenCache,
-    SequenceStages,
     SinglePass,
     StepPass,
     encode,
@@ -101,13 +100,12 @@ class LeadingNetwork(Transformer):
         head_rows: Sequence[int] | None,
     ) -> Tensor:
         taps = {} if tap is None else tap.sequences
-        leading = {index: self._leading_tap(each.tap, each.wants) for index, each in taps.items()}
-        shared = {
-            index: SharedSequenceTap(leading[index], each.tokens, each.rows, each.error, logit_rows=each.logit_rows)
-            for index, each in taps.items()
-        }
-        wanted = {index: self._in_blocks(each) for index, each in leading.items()}
-        stages = [SequenceStages(index, own) for index, own in wanted.items() if own]
+        shared: dict[int, SharedSequenceTap] = {}
+        stages: list[list[int]] = [[] for _ in context.sequences]
+        for index, each in sorted(taps.items()):  # in the order in which the other ranks call theirs
+            leading = self._leading_tap(each.tap, each.wants)
+            shared[index] = SharedSequenceTap(leading, each.tokens, each.rows, each.error, logit_rows=each.logit_rows)
+            stages[index] = self._in_blocks(leading)
         self.tell(StepPass(context.sequences, stages))
         batch = None if tap is None else BatchTap(shared, tap.row_selected_stages)
         with self._checked(None):

@@ -8,9 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from model.engine.attention.interface import PlannedSequence, StepTokens
-
-IntegerSource = Iterator[int]
+from model.engine.attention.interface import BlockTable, PlannedSequence, StepTokens
 
 
 @dataclass(frozen=True)
@@ -48,27 +46,11 @@ class SinglePass:
 
 
 @dataclass(frozen=True)
-class BlockTable:
-    """The blocks that hold the tokens of a sequence, and the number of its tokens."""
-
-    blocks: list[int]
-    length: int
-
-
-@dataclass(frozen=True)
-class SequenceStages:
-    """The stages that the tap of one sequence of a step wants. `index` is that of the sequence."""
-
-    index: int
-    stages: Sequence[int]
-
-
-@dataclass(frozen=True)
 class StepPass:
-    """Compute one step of the engine."""
+    """Compute one step of the engine. `stages` are those that the tap of each sequence wants."""
 
     sequences: Sequence[PlannedSequence]
-    taps: Sequence[SequenceStages]
+    stages: Sequence[Sequence[int]]
 
 
 Message = KeepAlive | End | OpenCache | ClearBlocks | SinglePass | StepPass
@@ -94,10 +76,8 @@ def encode(message: Message) -> list[int]:
                 numbers += each.start, each.is_decoding, each.sequence.length
                 _put(numbers, each.new_tokens)
                 _put(numbers, each.sequence.blocks)
-            numbers.append(len(message.taps))
-            for tap in message.taps:
-                numbers.append(tap.index)
-                _put(numbers, tap.stages)
+            for stages in message.stages:
+                _put(numbers, stages)
     return numbers
 
 
@@ -113,7 +93,7 @@ def decode(numbers: Sequence[int]) -> Message:
         return SinglePass([_take(source) for _ in range(next(source))], _take(source))
     if kind is StepPass:
         sequences = [_take_sequence(source) for _ in range(next(source))]
-        return StepPass(sequences, [SequenceStages(next(source), _take(source)) for _ in range(next(source))])
+        return StepPass(sequences, [_take(source) for _ in sequences])
     return KeepAlive() if kind is KeepAlive else End()
 
 
@@ -122,11 +102,11 @@ def _put(numbers: list[int], more: Sequence[int]) -> None:
     numbers += more
 
 
-def _take(source: IntegerSource) -> list[int]:
+def _take(source: Iterator[int]) -> list[int]:
     return list(islice(source, next(source)))
 
 
-def _take_sequence(source: IntegerSource) -> StepTokens:
+def _take_sequence(source: Iterator[int]) -> StepTokens:
     start, is_decoding, length = islice(source, 3)
     new_tokens, blocks = _take(source), _take(source)
     return StepTokens(start, new_tokens, bool(is_decoding), BlockTable(blocks, length))

@@ -79,37 +79,30 @@ class LeadingTap:
 
     def __init__(self, tap: Tap, names: Collection[str], layout: Layout) -> None:
         self._tap = tap
-        self._names = frozenset(names)
+        self.wants = frozenset(names).__contains__
         self._layout = layout
         self.failure: Exception | None = None
 
-    def wants(self, name: str) -> bool:
-        return name in self._names
-
     def __call__(self, name: str, own: Tensor) -> Tensor:
         layout = self._layout
-        if name in layout.of_first_rank:
-            return self._call(name, own)
-        whole = layout.whole(name, own)
+        is_shared = name not in layout.of_first_rank
+        whole = layout.whole(name, own) if is_shared else own
         assert whole is not None, "only rank 0 has a leading tap"
         try:
-            returned = self._call(name, whole)
-        except Exception:  # the other ranks wait for the verdict, whatever the error of the tap
-            self._tell(FAILED)
+            returned = call_tap(self._tap, name, whole)
+        except Exception as error:  # raised again: what becomes of the pass depends on the caller
+            self.failure = error
+            if is_shared:  # the other ranks wait for the verdict, whatever the error of the tap
+                self._tell(FAILED)
             raise
+        if not is_shared:
+            return returned
         self._tell(KEPT if returned is whole else CHANGED)
         if returned is whole:
             return own
         returned = returned.contiguous()
         layout.ranks.broadcast(returned)
         return layout.part(name, returned, own)
-
-    def _call(self, name: str, tensor: Tensor) -> Tensor:
-        try:
-            return call_tap(self._tap, name, tensor)
-        except Exception as error:  # raised again: what becomes of the pass depends on the caller
-            self.failure = error
-            raise
 
     def _tell(self, verdict: int) -> None:
         self._layout.ranks.broadcast(torch.tensor([verdict]))
@@ -119,11 +112,8 @@ class FollowingTap:
     """The tap of the other ranks: it sends their parts of the stages `names` to rank 0, and takes the changed ones."""
 
     def __init__(self, names: Collection[str], layout: Layout) -> None:
-        self._names = frozenset(names)
+        self.wants = frozenset(names).__contains__
         self._layout = layout
-
-    def wants(self, name: str) -> bool:
-        return name in self._names
 
     def __call__(self, name: str, own: Tensor) -> Tensor:
         layout = self._layout

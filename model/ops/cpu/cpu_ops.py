@@ -6,6 +6,7 @@ pass, or on how a prompt is divided into passes. Dims are those of `NetworkOps`.
 """
 
 from collections.abc import Mapping
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,6 @@ from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import TORCH
 from model.ops.weight_formats import Format
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # those that have a kernel
-
 
 def find_backend(dtype: torch.dtype, d_head: int) -> Backend | None:
     """The backend of this dtype; None if the CPU lacks the instructions, or no compiler could build the kernels."""
@@ -37,13 +36,11 @@ def find_backend(dtype: torch.dtype, d_head: int) -> Backend | None:
     # The first library that cannot be loaded logs the reason; the others are not tried.
     if launch.thread_pool() is None or libraries.load("elementwise") is None:
         return None
-    names = (*ACTIVATIONS, "take_rows", "add", "scale", "softcap", "norm", "rotate")
+    names = (*get_args(Activation), "take_rows", "add", "scale", "softcap", "norm", "rotate")
     paged_attention = PagedAttention.find(dtype, d_head)
     try:
         kernels = need_kernels("elementwise", dtype, *names)
-        kernels |= need_kernels(
-            "elementwise", torch.float32, "rotation", "select_rotation"
-        )  # in float32, whatever the dtype
+        kernels |= need_kernels("elementwise", torch.float32, "rotation", "select_rotation")  # whatever the dtype
         ops, sampling, summaries = CpuNetworkOps(kernels, paged_attention), CpuSamplingOps(dtype), CpuSummaryOps(dtype)
     except MissingKernel:
         return None
@@ -230,8 +227,6 @@ class CpuNetworkOps(CpuEdits):
         return q, k
 
     def activate(self, activation: Activation, pre: Tensor, linear: Tensor | None = None) -> Tensor:
-        if activation not in ACTIVATIONS:
-            return self._torch.activate(activation, pre, linear)
         out = empty(pre.shape, pre.dtype)
         size = pre.shape[-1]
         pre, stride = merge_outer_dims(pre, 1)

@@ -28,7 +28,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: PackedWeight, bias: Tensor | None, kernel: Kernel) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.packed = weight.packed
+        self._weight, self.packed = weight, weight.packed
         self.bias = None if bias is None else bias.contiguous()
         self._kernel = kernel
         # Exists only for bfloat16 on CPUs without products of bfloat16 pairs, where the kernel reads x in float32.
@@ -41,10 +41,6 @@ class PackedLinear(nn.Module):
     def part(self, rows: Tensor, columns: Tensor) -> Tensor:
         """The numbers (n, k) of the weight in these rows (n) and columns (k)."""
         return unpack_part(self._weight, rows, columns)
-
-    @property
-    def _weight(self) -> PackedWeight:
-        return PackedWeight((self.out_features, self.in_features), self.packed)
 
     def forward(self, x: Tensor) -> Tensor:
         x = linear_input(x, self.packed.dtype, self.in_features)

@@ -90,28 +90,24 @@ class PagedAttention:
         self, k: Tensor, v: Tensor, keys: Tensor | QuantizedRows, values: Tensor | QuantizedRows, slots: Tensor
     ) -> None:
         """Copy k and v (N, Hkv, D) to the slots (N,) of keys and values (num_slots, Hkv, D), quantized if these are."""
-        if not isinstance(keys, Tensor):
-            assert not isinstance(values, Tensor)
-            return self._quantize(k, v, keys, values, slots)
-        assert isinstance(values, Tensor)
         (k, k_stride), (v, v_stride) = merge_outer_dims(k, 2), merge_outer_dims(v, 2)
+        if isinstance(keys, Tensor):
+            assert isinstance(values, Tensor)
+            return call(
+                self._kernels["write_rows"],
+                num_tasks(k),
+                k=k,
+                v=v,
+                keys=keys,
+                values=values,
+                slots=slots,
+                num_rows=slots.shape[0],
+                size=keys.shape[1] * keys.shape[2],
+                k_stride=k_stride,
+                v_stride=v_stride,
+            )
+        assert not isinstance(values, Tensor)
         return call(
-            self._kernels["write_rows"],
-            num_tasks(k),
-            k=k,
-            v=v,
-            keys=keys,
-            values=values,
-            slots=slots,
-            num_rows=slots.shape[0],
-            size=keys.shape[1] * keys.shape[2],
-            k_stride=k_stride,
-            v_stride=v_stride,
-        )
-
-    def _quantize(self, k: Tensor, v: Tensor, keys: QuantizedRows, values: QuantizedRows, slots: Tensor) -> None:
-        (k, k_stride), (v, v_stride) = merge_outer_dims(k, 2), merge_outer_dims(v, 2)
-        call(
             self._kernels["write_quantized"],
             num_tasks(k),
             k=k,

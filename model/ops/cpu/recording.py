@@ -8,8 +8,7 @@ addresses that it reads and writes. Later, `StepGraph.replay` writes new inputs 
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from weakref import finalize
 
@@ -53,22 +52,17 @@ class Recording:
         self._calls: list[tuple[int, int, bytes]] = []  # kernel, num_tasks, arguments
         self._call_list = _CallList([])
 
-    @contextmanager
-    def record(self) -> Iterator[None]:
-        """Record all kernel calls inside of the `with` block, and look for computations by PyTorch."""
+    def run(self, compute: Callable[[], Result]) -> Result:
+        """Compute, record all kernel calls, and look for computations by PyTorch."""
         token = CURRENT.set(self)
         try:
             with _ComputationWatcher(self):
-                yield
+                result = compute()
         finally:
             CURRENT.reset(token)
         self._call_list = _CallList(self._calls)
         self._calls.clear()
-
-    def run(self, compute: Callable[[], Result]) -> Result:
-        """Compute, and record all kernel calls."""
-        with self.record():
-            return compute()
+        return result
 
     def keep(self, logits: Tensor) -> Tensor:
         """The logits (N, V) where they are: in the memory of all recordings."""

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,7 @@ class TestRecording:
         operations = cpu_backend(torch.float32).ops
         a, b = torch.ones(5), torch.ones(5)
         recording = Recording(RecordingMemory())
-        with recording.record():
-            total = operations.add(operations.add(a, b), b)
+        total = recording.run(lambda: operations.add(operations.add(a, b), b))
         assert recording.is_complete
         assert total.tolist() == [3.0] * 5
         a[:] = torch.arange(5.0)
@@ -40,8 +40,8 @@ class TestRecording:
         operations, a = cpu_backend(torch.float32).ops, torch.ones(6)
         for function, is_complete in ((lambda x: x.view(2, 3).flatten()[2:4], True), (compute, False)):
             recording = Recording(RecordingMemory())
-            with torch.inference_mode(), recording.record():
-                function(operations.add(a, a))
+            with torch.inference_mode():
+                recording.run(partial(lambda function: function(operations.add(a, a)), function))
             assert recording.is_complete is is_complete
 
     def test_recordings_share_memory_which_grows_as_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,8 +49,7 @@ class TestRecording:
         operations, memory = cpu_backend(torch.float32).ops, RecordingMemory()
         for _ in range(2):
             recording, ones = Recording(memory), [torch.ones(size) for size in (10, 50, 200, 10)]
-            with recording.record():
-                tensors = [operations.add(x, x) for x in ones]
+            tensors: list[torch.Tensor] = recording.run(partial(list, map(operations.add, ones, ones)))
             assert recording.is_complete
             assert [bool((tensor == 2).all()) for tensor in tensors] == [True] * 4
         assert [len(chunk) for chunk in memory.chunks] == [256, 256, 832]
