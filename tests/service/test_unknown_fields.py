@@ -184,6 +184,11 @@ def test_a_refused_request_names_them_as_well(tiny: Running) -> None:
     assert response.headers["x-ignored-fields"] == "suffix, messages.0.parsed"
 
 
+def test_a_template_of_a_client_is_refused(tiny: Running) -> None:
+    response = tiny.post(CHAT, after(USER) | {"chat_template": "{{ 7 * 7 }}"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template")
+
+
 def test_names_of_clients_cannot_break_the_header_or_the_log() -> None:
     paths = ["messages.0.a\r\nSet-Cookie: b=c", "naïve, x", "a" * 500]
     assert ignored_text(paths) == f"messages.0.a__Set-Cookie__b_c, na_ve__x, {'a' * 100}"
