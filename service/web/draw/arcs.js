@@ -115,6 +115,9 @@ export class AttentionArcs extends DrawnElement {
         id: `arc-token-${position}`,
         "aria-selected": String(isQuery),
         class: "arc-token",
+        // A mouse chooses when it is pressed: the picture of the token under it may be drawn before it is released.
+        onpointerdown: (/** @type {PointerEvent} */ { pointerType, button }) =>
+          pointerType === "mouse" && button === 0 && emit(this, "query", { position }),
         onclick: () => emit(this, "query", { position }),
         onpointerenter: (event) => event.pointerType === "mouse" && this.#point(position),
       },
