@@ -39,7 +39,10 @@ class RequestNotes:
     hooks: Hooks | None = None
     """The functions of a caller in this process that read or change stages (in_process.py). None over HTTP."""
     liveness_bytes: bytes | None = None
-    """The bytes that the connection may send now to find out whether the client is still there (sse.py; gate.py)."""
+    """The bytes that the connection may send now to find out whether the client is still there.
+
+    sse.py sets them, and gate.py takes them away while it sends an event in pieces.
+    """
 
 
 def notes_of(scope: Scope) -> RequestNotes:

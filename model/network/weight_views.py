@@ -146,6 +146,9 @@ class WeightViews(Mapping[str, WeightView]):
     def __getitem__(self, name: str) -> WeightView:
         return self._near(name)[name]
 
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._near(name)
+
     def __iter__(self) -> Iterator[str]:
         return (each.name for each in self.views())
 

@@ -145,3 +145,9 @@ def test_a_row_of_a_large_weight_costs_a_row() -> None:
     view = WeightViews(build(CONFIGS["gpt2"]))["unembed.W_U"]
     assert [tuple(block.shape) for block in view.blocks([range(24), [66]])] == [(1, 24)]
     assert [tuple(block.shape) for block in view.blocks([[3], range(67)])] == [(67, 1)]
+
+
+def test_only_names_of_weights_are_in_the_mapping() -> None:
+    views = WeightViews(build(CONFIGS["gpt2"]))
+    names: list[object] = ["blocks.0.attn.W_Q", "blocks.99.attn.W_Q", 5]
+    assert [name in views for name in names] == [True, False, False]

@@ -1,5 +1,6 @@
 """Work beside the network leaves it most of the time."""
 
+import asyncio
 import os
 import sys
 import threading
@@ -105,3 +106,22 @@ def test_a_job_of_seconds_that_cannot_be_stopped_does_not_delay_the_end_of_the_p
     finally:
         gate.set()
     assert pending.result(20)
+
+
+def test_a_job_may_end_after_the_event_loop_that_has_given_it_up(
+    tiny: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = threading.Event()
+
+    async def give_up() -> Executors:
+        executors = await new_executors(tiny)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(executors.run("answers", partial(gate.wait, 20)), 0.1)
+        assert executors.num_running == 1
+        return executors
+
+    executors = asyncio.run(give_up())
+    gate.set()
+    executors.close()
+    assert executors.num_running == 0
+    assert not caplog.records

@@ -50,6 +50,7 @@ class Source:
 
 
 def stored(*names: str, layout: Layout = "rows") -> Source:
+    """The source with these names, in which `{h}` stands for the head if the layout is "heads"."""
     return Source(names, layout)
 
 

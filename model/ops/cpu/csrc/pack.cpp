@@ -301,7 +301,7 @@ EXPORT_CONSTANT(GROUP)
 #define KERNELS(From, from, To, to)                                           \
     KERNEL(pack_##from##_##to, pack_##to<From>)                               \
     KERNEL(quantize_q8_0_##from##_##to, quantize_q8_0<From, To>)              \
-    KERNEL(quantize_q5_1_##from##_##to, quantize_with_minimums<5, From, To>) \
+    KERNEL(quantize_q5_1_##from##_##to, quantize_with_minimums<5, From, To>)  \
     KERNEL(quantize_q4_1_##from##_##to, quantize_with_minimums<4, From, To>)
 
 KERNELS(float, float32, float, float32)
