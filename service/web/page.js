@@ -183,6 +183,7 @@ async function apply() {
   const { signal } = controller;
   setPageState("busy");
   byId("failure").hidden = true;
+  showPrompt();
   try {
     await showFacts(modelOf({ model: addressed().model ?? "" }), signal);
     const { entry, View } = await load(addressed().view ?? VIEWS[0].name);
@@ -302,16 +303,20 @@ function obstacleOf(View, state) {
   return null;
 }
 
+/** Show the prompt of the address, at once. A prompt that was typed but not run stays, unless the address has changed. */
+function showPrompt() {
+  const { prompt } = readState(location.hash, defaults(null, addressed().model ?? ""));
+  if (prompt !== shownPrompt) byId("prompt").value = prompt;
+  shownPrompt = prompt;
+}
+
 /**
- * Fill the form. A prompt that was typed but not run stays, unless the address has another prompt now.
  * @param {ViewClass} View
  * @param {PageState} state
  */
 function fillForm(View, state) {
   byId("input").hidden = !View.usesPrompt;
   byId("model").value = state.model || (service.model?.name ?? service.models[0].name);
-  if (state.prompt !== shownPrompt) byId("prompt").value = state.prompt;
-  shownPrompt = state.prompt;
   promptChanged();
 }
 

@@ -11,11 +11,20 @@ from model.tracing.stages import stages_of
 from model.worked_examples import WORKED_EXAMPLES, worked_example
 from tests.service.running import Running
 from tests.tiny import CONFIGS
-from tests.web.browsing import DESKTOP, Findings, open_table, open_view, url_of, wait_until_ready, wait_until_settled
+from tests.web.browsing import (
+    DESKTOP,
+    Findings,
+    open_table,
+    open_view,
+    url_of,
+    wait_for,
+    wait_until_ready,
+    wait_until_settled,
+)
 from tests.web.reading import SIGNIFICANT, percent, quoted, read_number, shown
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page, Request
+    from playwright.sync_api import Locator, Page, Request, Route
 
 PROMPT = "The captain was in the"
 DESCRIBE = """async ([names, config, example]) => {
@@ -475,9 +484,12 @@ def test_another_prompt_or_model_drops_what_it_does_not_have(page: "Page", base:
     page.get_by_role("button", name="Run").click()
     wait_until_ready(page)
     assert "position 1)" in page.locator("next-tokens .answer").inner_text()
+    held: list[Route] = []
+    page.route("**/forward", lambda route: held.append(route))
     page.get_by_label("Model").select_option("a-tokens-journey")
-    page.get_by_role("textbox", name="Prompt").fill("the cat sat")
-    page.get_by_role("button", name="Run").click()
+    wait_for(page, lambda: bool(held), "the request for the pass of the other model")
+    page.unroute("**/forward")
+    page.get_by_role("button", name="Run").click()  # before that pass has ended
     wait_until_ready(page)
     assert page.locator("stage-card").count() == len(worked_example("a-tokens-journey").stages)
     assert card(page, "blocks.0.attn.q").is_visible()

@@ -8,13 +8,13 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tests.service.running import Running, wait_until
-from tests.web.browsing import DESKTOP, Findings, open_view, url_of, wait_until_ready, wait_until_settled
+from tests.web.browsing import DESKTOP, Findings, open_view, url_of, wait_for, wait_until_ready, wait_until_settled
 from tests.web.conftest import API_KEY, OpenPage
 from tests.web.reading import percent
 from tests.web.views import VIEWS
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, Route
 
 EXAMPLE = "When Mary and John went to the park, John gave a ball to"
 PROMPT = "Emma was sitting in"
@@ -188,6 +188,21 @@ def test_a_prompt_that_was_typed_but_not_run_stays_and_the_page_says_so(page: "P
     wait_until_ready(page)
     assert not draft.is_visible()
     assert shown_prompt(page) == PROMPT
+
+
+def test_a_prompt_that_is_typed_while_another_model_is_read_stays(page: "Page", base: str) -> None:
+    held: list[Route] = []
+    prompt = page.get_by_role("textbox", name="Prompt")
+    open_view(page, base, "forward")
+    page.route("**/weights?*", lambda route: held.append(route))
+    page.get_by_label("Model").select_option("a-tokens-journey")
+    wait_for(page, lambda: bool(held), "the request for the facts of the model")
+    assert prompt.input_value() == "the cat sat on"
+    prompt.fill("the cat sat")
+    held[0].continue_()
+    wait_until_ready(page)
+    assert prompt.input_value() == "the cat sat"
+    page.unroute("**/weights?*")
 
 
 def test_an_empty_prompt_is_an_error_of_the_service(

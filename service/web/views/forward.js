@@ -42,6 +42,8 @@ export default class Forward extends View {
   #map = el("forward-map");
   /** @type {State | null} */
   #state = null;
+  /** @type {State | null} the last state whose layers, stages and position are known to exist */
+  #checked = null;
   /** @type {PositionedToken[] | null} */
   #shownTokens = null;
   /** @type {Pass | null} the numbers of the pictures */
@@ -70,7 +72,6 @@ export default class Forward extends View {
 
   /** @type {Update<State>} */
   async update(state, signal) {
-    const before = this.#state;
     this.#state = state;
     this.#signal = signal;
     const base = bodyOf(state);
@@ -79,7 +80,8 @@ export default class Forward extends View {
       ? overview.stages.map(({ name }) => name)
       : this.#catalogue();
     const architecture = architectureOf(this.context.service, state.model);
-    const changes = isOther(before, state) ? stale(state, names, architecture, overview.tokens.length) : {};
+    const changes = isOther(this.#checked, state) ? stale(state, names, architecture, overview.tokens.length) : {};
+    this.#checked = state;
     if (Object.keys(changes).length > 0) return this.context.navigate(changes, { replace: true });
     this.#map.build(names, architecture);
     this.#showTokens(overview);
