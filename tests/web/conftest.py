@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.service.conftest import empty, errors_logged, start
-from tests.service.running import Running, running
+from tests.service.running import Running, Start, running
 from tests.web.browsing import TEST_SECONDS, Findings, SharedBrowser
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, Route
 
 __all__ = ["empty", "errors_logged", "start"]  # fixtures
 
@@ -76,8 +76,14 @@ def findings() -> Iterator[Findings]:
 
 
 @pytest.fixture
-def open_page(browser: SharedBrowser, findings: Findings) -> Iterator[OpenPage]:
-    """Open pages with a look, such as `open_page(dark=True)`. They are closed at the end of the test."""
+def held() -> list["Route"]:
+    """Requests that get no answer unless the test gives one: `page.route(path, lambda route: held.append(route))`."""
+    return []
+
+
+@pytest.fixture
+def open_page(browser: SharedBrowser, findings: Findings, held: list["Route"], start: Start) -> Iterator[OpenPage]:
+    """Open pages with a look, such as `open_page(dark=True)`. They are closed at the end, before the services stop."""
     pages: list[Page] = []
 
     def open_one(**look: bool) -> "Page":
@@ -91,6 +97,10 @@ def open_page(browser: SharedBrowser, findings: Findings) -> Iterator[OpenPage]:
         with contextlib.suppress(Exception):  # the page was closed, or is navigating
             page.evaluate("new Promise((done) => setTimeout(done))")  # the messages so far have arrived now
             page.evaluate("localStorage.clear()")  # other tests have the same storage, such as a chosen theme
+            page.goto("about:blank")  # gives up all requests
+        for route in held:
+            with contextlib.suppress(Exception):  # it has its answer
+                route.abort()  # otherwise Playwright reports an error later, in another test
         page.close()
 
 

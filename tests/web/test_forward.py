@@ -477,18 +477,16 @@ def test_the_export_has_the_open_stages(page: "Page", base: str) -> None:
     assert '"blocks.0.attn.pattern"' in code.inner_text()
 
 
-def test_another_prompt_or_model_drops_what_it_does_not_have(page: "Page", base: str) -> None:
+def test_another_prompt_or_model_drops_what_it_does_not_have(page: "Page", base: str, held: list["Route"]) -> None:
     """A token that was selected, and layers and stages that were open, may not exist any more."""
     open_view(page, base, "forward", prompt=PROMPT, layer="0,3", stage="logits,blocks.2.attn.q", head=6, position=4)
     page.get_by_role("textbox", name="Prompt").fill("A letter")
     page.get_by_role("button", name="Run").click()
     wait_until_ready(page)
     assert "position 1)" in page.locator("next-tokens .answer").inner_text()
-    held: list[Route] = []
-    page.route("**/forward", lambda route: held.append(route))
+    page.route("**/forward", lambda route: held.append(route), times=1)
     page.get_by_label("Model").select_option("a-tokens-journey")
     wait_for(page, lambda: bool(held), "the request for the pass of the other model")
-    page.unroute("**/forward")
     page.get_by_role("button", name="Run").click()  # before that pass has ended
     wait_until_ready(page)
     assert page.locator("stage-card").count() == len(worked_example("a-tokens-journey").stages)

@@ -300,18 +300,19 @@ def test_an_error_of_the_edits_leaves_no_earlier_numbers_and_keeps_the_request(
     findings.clear()
 
 
-def test_there_is_one_bar_for_exports_although_its_module_arrives_after_the_view(page: "Page", base: str) -> None:
-    held: list[Route] = []
+def test_there_is_one_bar_for_exports_although_its_module_arrives_after_the_view(
+    page: "Page", base: str, held: list["Route"]
+) -> None:
     page.route("**/export.js", lambda route: held.append(route))
     open_view(page, base, "edits", prompt=PROMPT, edits=json.dumps(EDITS))  # asks for the bar at two moments
     held[0].continue_()
     page.get_by_role("button", name="Copy as curl").first.wait_for()
     assert page.locator("export-bar").count() == 1
-    page.unroute("**/export.js")
 
 
-def test_the_edited_pass_is_complete_while_the_shares_are_computed(page: "Page", base: str) -> None:
-    held: list[Route] = []
+def test_the_edited_pass_is_complete_while_the_shares_are_computed(
+    page: "Page", base: str, held: list["Route"]
+) -> None:
     page.route("**/attribute", lambda route: held.append(route))
     with page.expect_request("**/attribute"):
         page.goto(url_of(base, "edits", prompt=PROMPT, edits=json.dumps(EDITS)))
@@ -323,7 +324,6 @@ def test_the_edited_pass_is_complete_while_the_shares_are_computed(page: "Page",
     wait_until_ready(page)
     assert page.get_by_text("Computing the shares").is_hidden()
     assert rows_of(page, 0, "direct-attribution")
-    page.unroute("**/attribute")
 
 
 def test_the_most_likely_token_is_explained_at_once(page: "Page", base: str) -> None:

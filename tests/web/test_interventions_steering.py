@@ -172,8 +172,7 @@ def test_the_form_says_what_it_needs(page: "Page", base: str) -> None:
     assert page.locator(".chip").count() == 0
 
 
-def test_the_next_change_ends_the_text_that_is_being_written(page: "Page", base: str) -> None:
-    held: list[Route] = []
+def test_the_next_change_ends_the_text_that_is_being_written(page: "Page", base: str, held: list["Route"]) -> None:
     ended: list[str] = []
     page.route("**/generate", lambda route: held.append(route))
     page.on("requestfailed", lambda request: ended.append(request.post_data or ""))
@@ -187,7 +186,6 @@ def test_the_next_change_ends_the_text_that_is_being_written(page: "Page", base:
     held[1].continue_()
     wait_until_ready(page)
     assert strip_tokens(page, "Without the edits")
-    page.unroute("**/generate")
 
 
 def test_no_text_stands_beside_an_error(page: "Page", base: str, findings: Findings) -> None:

@@ -219,13 +219,12 @@ def test_a_token_typed_without_its_space_is_offered_with_it(page: "Page", base: 
     findings.clear()
 
 
-def test_an_earlier_result_is_grey_while_a_new_one_is_computed(page: "Page", base: str) -> None:
+def test_an_earlier_result_is_grey_while_a_new_one_is_computed(page: "Page", base: str, held: list["Route"]) -> None:
     open_view(page, base, "lens", prompt=PROMPT)
     look = "grid => getComputedStyle(grid).filter"
     grid = page.locator("cell-grid")
     assert grid.evaluate(look) == "none"
     with page.expect_request("**/attribute"):
-        held: list[Route] = []
         page.route("**/attribute", lambda route: held.append(route))
         page.get_by_label("Follow the token").fill(" was")
         page.get_by_role("button", name="Apply").click()
@@ -234,7 +233,6 @@ def test_an_earlier_result_is_grey_while_a_new_one_is_computed(page: "Page", bas
     held[0].continue_()
     wait_until_ready(page)
     assert grid.evaluate(look) == "none"
-    page.unroute("**/attribute")
 
 
 def test_the_space_mark_of_labels_is_a_space_in_the_followed_token(page: "Page", base: str) -> None:

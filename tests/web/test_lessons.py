@@ -290,8 +290,9 @@ def test_a_lesson_plays_by_itself_until_the_user_does_something(page: "Page", ba
     assert heading.inner_text() == stopped_at
 
 
-def test_a_step_shows_the_parts_that_write_the_token_when_they_are_known(page: "Page", base: str) -> None:
-    held: list[Route] = []
+def test_a_step_shows_the_parts_that_write_the_token_when_they_are_known(
+    page: "Page", base: str, held: list["Route"]
+) -> None:
 
     def hold(route: "Route") -> None:
         if '"direct"' in (route.request.post_data or ""):

@@ -295,8 +295,7 @@ def deciding_of(layers: list[dict[str, Any]]) -> int:
     return 1 + max((at for at, layer in enumerate(layers) if layer["final"][0]["rank"] > 0), default=-1)
 
 
-def test_the_first_picture_does_not_wait_for_the_logit_lens(page: "Page", base: str) -> None:
-    held: list[Route] = []
+def test_the_first_picture_does_not_wait_for_the_logit_lens(page: "Page", base: str, held: list["Route"]) -> None:
     page.route("**/attribute", lambda route: held.append(route))
     page.goto(url_of(base, "network", prompt=PROMPT))
     said = page.locator("network-view .answer")

@@ -190,8 +190,7 @@ def test_a_prompt_that_was_typed_but_not_run_stays_and_the_page_says_so(page: "P
     assert shown_prompt(page) == PROMPT
 
 
-def test_a_prompt_that_is_typed_while_another_model_is_read_stays(page: "Page", base: str) -> None:
-    held: list[Route] = []
+def test_a_prompt_that_is_typed_while_another_model_is_read_stays(page: "Page", base: str, held: list["Route"]) -> None:
     prompt = page.get_by_role("textbox", name="Prompt")
     open_view(page, base, "forward")
     page.route("**/weights?*", lambda route: held.append(route))
@@ -202,7 +201,6 @@ def test_a_prompt_that_is_typed_while_another_model_is_read_stays(page: "Page", 
     held[0].continue_()
     wait_until_ready(page)
     assert prompt.input_value() == "the cat sat"
-    page.unroute("**/weights?*")
 
 
 def test_an_empty_prompt_is_an_error_of_the_service(
