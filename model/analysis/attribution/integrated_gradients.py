@@ -14,7 +14,7 @@ from model.analysis.attribution.target import Target
 from model.network.adapters import Adapter
 from model.network.transformer import Transformer, embedding_factor
 from model.tracing.edits import BoundEdits
-from model.tracing.tap import Chain, Tap
+from model.tracing.tap import Chain, Replacement, Tap
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,6 @@ class IntegratedGradients:
     @property
     def error(self) -> float:
         return float(self.attributions.sum()) - (self.value - self.baseline_value)
-
-
-class EmbeddingTap:
-    """A tap that replaces the token embeddings."""
-
-    def __init__(self, embeddings: Tensor) -> None:
-        self._embeddings = embeddings
-
-    def wants(self, name: str) -> bool:
-        return name == "embed"
-
-    def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        return self._embeddings
 
 
 class IntegratedGradientsRun:
@@ -87,7 +74,7 @@ class IntegratedGradientsRun:
         return IntegratedGradients(self._sum * (self._embeddings - self._baseline), value, baseline_value)
 
     def _run(self, embeddings: Tensor) -> Tensor:
-        tap: Tap = EmbeddingTap(embeddings)
+        tap: Tap = Replacement({"embed": embeddings})
         if self._edits is not None:
             tap = Chain(tap, self._edits.whole_pass(self._ids, self._target.rows, self._model.backend.ops))
         return run_target(self._model, self._ids, self._target, tap, self._adapter)
