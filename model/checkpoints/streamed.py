@@ -22,7 +22,7 @@ from model.network.prepare import choose_backend
 from model.network.transformer import Transformer
 from model.ops.quantization import LayerFormats, format_of, keeps_precision
 from model.ops.stored_weights import StackedRows, whole_weight
-from model.ops.torch_ops import TORCH, TorchNetworkOps
+from model.ops.torch_ops import TORCH, NetworkOps
 from model.text.tokenizer import Tokenizer
 
 MAX_CONVERTED = 1 << 22  # numbers of a weight that are converted at a time
@@ -64,7 +64,7 @@ class RebuiltLinear(nn.Module):
         return y
 
 
-class StoredTableOps(TorchNetworkOps):
+class StoredTableOps(NetworkOps):
     """PyTorch's operations, for a network whose embedding tables stay in the dtype of the file."""
 
     def __init__(self, dtype: torch.dtype) -> None:

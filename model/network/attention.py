@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.ops.interface import NetworkOps
 from model.ops.torch_attention import CausalMask, ScoreRule, mask_scores
-from model.ops.torch_ops import TORCH
+from model.ops.torch_ops import TORCH, NetworkOps
 from model.tracing.tap import Probe, changed
 
 

@@ -21,9 +21,9 @@ from model.network.experts import Experts
 from model.network.feed_forward import FeedForward, LinearFactory
 from model.network.norms import HeadNorm, Norm, block_norm
 from model.network.rotary import Rotations, sinusoidal_positions
-from model.ops.interface import Backend, NetworkOps, Rotation
+from model.ops.interface import Backend, Rotation
 from model.ops.quantization import QuantizedLinear
-from model.ops.torch_ops import TORCH
+from model.ops.torch_ops import TORCH, NetworkOps
 from model.tracing.pauses import has_pauses, pause, pieces
 from model.tracing.tap import Probe, Tap
 

@@ -103,7 +103,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 
 
 def attention_scores(q: Tensor, k: Tensor, mask: CausalMask | None, rule: ScoreRule) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, masked scores and their softmax, each (B, H, T, S)."""
+    """The values that `fused_attention` skips, each (B, H, T, S): scores, masked scores and their softmax."""
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = capped_scores(q, k, rule)

@@ -23,9 +23,9 @@ from model.network.float_copy import linear_bias
 from model.network.norms import Norm, block_norm
 from model.network.rotary import Rotations
 from model.network.transformer import Block, Transformer
-from model.ops.interface import NetworkOps, Rotation
+from model.ops.interface import Rotation
 from model.ops.torch_attention import CausalMask
-from model.ops.torch_ops import TORCH
+from model.ops.torch_ops import TORCH, NetworkOps
 from model.tracing.pauses import pause
 from model.tracing.tap import Probe, Tap
 

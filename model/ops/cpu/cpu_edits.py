@@ -11,7 +11,8 @@ from model.ops.cpu.cpu_summaries import write_distribution
 from model.ops.cpu.launch import call, call_brief, empty
 from model.ops.cpu.layout import DTYPES, NUMBERS_PER_TASK, merge_outer_dims, num_tasks
 from model.ops.cpu.shared_layout import Argument, Kernel, Layout, check_layout, need_kernels
-from model.ops.row_edits import EditSeries, RowEdit, RowEdits, edit_rows
+from model.ops.row_edits import EditSeries, RowEdit, RowEdits
+from model.ops.torch_ops import NetworkOps
 
 BRIEF = 16384  # the numbers that one thread edits in a few microseconds
 ROW_EDIT = Layout(  # a struct that Python writes itself
@@ -29,7 +30,7 @@ ROW_EDIT = Layout(  # a struct that Python writes itself
 )
 
 
-class CpuEdits:
+class CpuEdits(NetworkOps):
     """The operations of `NetworkOps` that only edits need, for stages of float32 and bfloat16."""
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class CpuEdits:
     def edit_rows(self, x: Tensor, edited: Sequence[RowEdits]) -> Tensor:
         kernels = self._edit_kernels.get(x.dtype)
         if kernels is None:
-            return edit_rows(x, edited)
+            return super().edit_rows(x, edited)
         out, num_rows = empty(x.shape, x.dtype), x.shape[0] * x.shape[1]
         x, stride = merge_outer_dims(x, x.dim() - 2)
         size = out.numel() // num_rows

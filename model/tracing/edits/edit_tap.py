@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.ops.interface import NetworkOps
 from model.ops.row_edits import RowEdit, RowEdits, apply_rule, vectors_of, widen
 from model.ops.torch_attention import visible_keys
+from model.ops.torch_ops import NetworkOps
 from model.tracing.pauses import pause
 
 
