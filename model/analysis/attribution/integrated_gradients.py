@@ -11,7 +11,7 @@ from torch import Tensor
 
 from model.analysis.attribution.gradients import gradients_of, run_target
 from model.analysis.attribution.target import Target
-from model.network.adapters import Adapter
+from model.network.joint_passes import AdaptedNetwork
 from model.network.transformer import Transformer, embedding_factor
 from model.tracing.edits import BoundEdits
 from model.tracing.tap import Chain, Replacement, Tap
@@ -44,18 +44,16 @@ class IntegratedGradientsRun:
 
     def __init__(
         self,
-        model: Transformer,
+        network: AdaptedNetwork,
         ids: Sequence[int],
         target: Target,
         baseline: Tensor,
         num_steps: int,
-        *,
-        adapter: Adapter | None = None,
         edits: BoundEdits | None = None,
     ) -> None:
         """`baseline` (T, C), or (C,) for every position: embeddings before edits, with the factor of the embeddings."""
-        self._model, self._ids, self._target, self._adapter, self._edits = model, ids, target, adapter, edits
-        self._embeddings = embeddings_of(model, ids)  # (T, C)
+        self._network, self._ids, self._target, self._edits = network, ids, target, edits
+        self._embeddings = embeddings_of(network.model, ids)  # (T, C)
         self._baseline = baseline.to(self._embeddings.dtype).expand_as(self._embeddings)
         self._nodes, self._weights = legendre(num_steps)
         self._sum = torch.zeros_like(self._embeddings)
@@ -76,8 +74,8 @@ class IntegratedGradientsRun:
     def _run(self, embeddings: Tensor) -> Tensor:
         tap: Tap = Replacement({"embed": embeddings})
         if self._edits is not None:
-            tap = Chain(tap, self._edits.whole_pass(self._ids, self._target.rows, self._model.backend.ops))
-        return run_target(self._model, self._ids, self._target, tap, self._adapter)
+            tap = Chain(tap, self._edits.whole_pass(self._ids, self._target.rows, self._network.backend.ops))
+        return run_target(self._network, self._ids, self._target, tap)
 
 
 def legendre(num_steps: int) -> tuple[list[float], list[float]]:
