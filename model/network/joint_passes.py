@@ -161,6 +161,3 @@ class JointContext:
             for i, context in enumerate(self._contexts)
         ]
         return torch.cat(parts, dim=1)
-
-    def finish(self) -> None:
-        """Nothing to do: nothing is stored."""

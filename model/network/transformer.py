@@ -227,7 +227,8 @@ class Transformer(nn.Module):
             rotation = None if rotations is None else rotations[layer]
             x = block(x, rotation, context, probe.at("blocks").at(str(layer)), block_rows, adapters)
             pause()  # steps of an engine may run here, on the same thread
-        context.finish()
+        if cache is not None:
+            cache.advance(ids.shape[1])
 
         if index is not None and not skips_rows:
             x = ops.select_rows(x, index)

@@ -77,9 +77,6 @@ class StepContext:
         if changed is not own:
             z[:, tap.tokens] = changed
 
-    def finish(self) -> None:
-        """Nothing to do: the scheduler counts the computed tokens."""
-
 
 class RecordedStepContext(StepContext):
     """The context of a step that is recorded. Traced attention has room for `max_keys` keys of each sequence."""
