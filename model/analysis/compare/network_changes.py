@@ -88,9 +88,6 @@ class ChangedContext:
         z = probed_attention(q, k, v, mask, probe, rule=score_rule(self.config), ops=self.ops)
         return z if self.change.mixes_heads is None else self.change.mixes_heads(z)
 
-    def finish(self) -> None:
-        return
-
 
 @dataclass(frozen=True)
 class Segment:
