@@ -22,7 +22,7 @@ from model.network.prepare import choose_backend
 from model.network.transformer import Transformer
 from model.ops.quantization import LayerFormats, format_of, keeps_precision
 from model.ops.stored_weights import StackedRows, whole_weight
-from model.ops.torch_ops import TORCH, TorchNetworkOps
+from model.ops.torch_ops import TORCH, NetworkOps
 from model.text.tokenizer import Tokenizer
 
 MAX_CONVERTED = 1 << 22  # numbers of a weight that are converted at a time
@@ -64,7 +64,7 @@ class RebuiltLinear(nn.Module):
         return y
 
 
-class StoredTableOps(TorchNetworkOps):
+class StoredTableOps(NetworkOps):
     """PyTorch's operations, for a network whose embedding tables stay in the dtype of the file."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -119,9 +119,11 @@ class OpenCheckpoint:
         with torch.device("meta"):
             model = Transformer(config, backend=replace(backend, ops=own_ops), linear=linear)
         names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-        tables = ("embed.weight", "pos_embed.weight")
+        tables = ("embed.weight", "pos_embed.weight")  # stay in the dtype of the file, and are not copied
         rest = {
-            name: _stored_table(_rows(weights, name)) if is_torch and name in tables else whole_weight(weights[name])
+            name: _rows(weights, name).parts[0].contiguous()
+            if is_torch and name in tables
+            else whole_weight(weights[name])
             for name in names
         }
         return model.complete(rest)
@@ -152,9 +154,3 @@ def _rows(weights: LazyWeights, name: str) -> StackedRows:
     found = weights[name]
     assert isinstance(found, StackedRows), "no weight was replaced, and none keeps its format"
     return found
-
-
-def _stored_table(rows: StackedRows) -> Tensor:
-    """An embedding table in the dtype of the file: it is not copied."""
-    (table,) = rows.parts
-    return table.contiguous()

@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from model.engine.block_pool import BlockPool
 from model.engine.cache import PagedCache, bytes_of_token
 from model.engine.continuation import Continuation
 from model.engine.draft_network import DraftNetwork
-from model.engine.extra_costs import ExtraCosts
+from model.engine.extra_costs import extra_cost_of
 from model.engine.prefix_store import PrefixStore, StoreCounts
 from model.engine.prompt_lookup import PromptLookup
 from model.engine.request import Output, Request, Step
@@ -213,7 +213,7 @@ class Engine:
         # Sequences share blocks only if their keys depend on the same.
         salts = request.cache_salt, None if request.adapter is None else self._adapters[request.adapter].digest
         # Traces do not count where bits depend on which sequences share a step: they would change the tokens.
-        extra_costs = ExtraCosts(request, self._model.config, traces=self._model.batch_invariant)
+        extra_cost = extra_cost_of(request, self._model.config, traces=self._model.batch_invariant)
         leaders = self._requests.get(request.prefix_leader or "")
         leader = None if leaders is None else leaders[0].sequence
         for index in range(request.params.n):
@@ -228,7 +228,7 @@ class Engine:
                 short_length=short_length,
                 adapter=request.adapter,
                 digest_edits=None if request.edits is None else request.edits.digest,
-                extra_cost=extra_costs or None,
+                extra_cost=extra_cost,
                 owner=request.owner or request.id,
             )
             leader = leader or sequence
@@ -290,7 +290,9 @@ class Engine:
         sequences = [part for _, part in parts]
         try:
             if plan.unwritten_blocks and self._runner.reads_unwritten_slots:
-                self._clear(plan.unwritten_blocks)
+                self._cache.clear(plan.unwritten_blocks)
+                if self._leading_network is not None:
+                    self._leading_network.clear_blocks(plan.unwritten_blocks)
             forward = self._runner.run(sequences)
             choose_tokens(sequences, forward.logits, forward.argmax, self._model.backend)
             for each in sequences:
@@ -366,11 +368,6 @@ class Engine:
         assert {continuation for continuations in self._requests.values() for continuation in continuations} == set(
             self._continuations.values()
         )
-
-    def _clear(self, blocks: Sequence[int]) -> None:
-        self._cache.clear(blocks)
-        if self._leading_network is not None:
-            self._leading_network.clear_blocks(blocks)
 
     def _advance(self, continuation: Continuation, step: StepSequence) -> Output | None:
         """Turn what a step computed into the output of a continuation, and remove the continuation if it has ended."""

@@ -5,6 +5,8 @@ the proportions are similar.
 """
 
 import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
 from operator import add
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -40,61 +42,55 @@ class Price(NamedTuple):
 _EDIT_PRICES: WeakKeyDictionary[BoundEdit, Price] = WeakKeyDictionary()  # many requests share their edits
 
 
-class ExtraCosts:
-    """The costs of one request in any step. With `traces`, those of its traces and log-probabilities count, too."""
+def extra_cost_of(request: Request, config: ModelConfig, *, traces: bool) -> Callable[[int, int], ExtraCost] | None:
+    """The cost of a request in a step, by the first of its positions and their number; None if there is never any.
 
-    def __init__(self, request: Request, config: ModelConfig, *, traces: bool) -> None:
-        self._prices: dict[PositionSet | None, Price] = {}  # None: all positions
-        self._known: dict[tuple[int, int], ExtraCost] = {}  # the continuations of a request ask for the same ones
-        for edit in () if request.edits is None else request.edits.edits:
-            if edit not in _EDIT_PRICES:
-                _EDIT_PRICES[edit] = _price_of_edit(edit)
-            self._add(edit.positions, _EDIT_PRICES[edit])
-            if edit.when is not None and edit.when.threshold is not None:  # read as an edit is, in steps without replay
-                of_position = EDITED_NUMBER * len(edit.when.threshold.vector)
-                self._add(edit.when.positions, Price(EDITED_STAGE, EDITED_STAGE, of_position, 0.0))
-        trace, logits = request.trace, LOGIT * config.d_model * config.vocab_size
-        if not traces:
-            return
-        if trace is not None:
-            selection = trace.selection
-            positions = None if selection.positions is None else PositionSet(tuple(selection.positions))
-            price = _price_of_trace(selection, config)
-            if trace.needs_logits:
-                price = price._replace(position=price.position + logits + PREDICTION * trace.top_k)
-            self._add(positions, price)
-            if trace.logit_lens is not None:
-                seconds = config.num_layers * (logits + PREDICTION * trace.logit_lens)
-                self._add(None, Price(seconds, seconds, 0.0, 0.0))
-        if request.params.prompt_logprobs is not None:
-            scored = range(request.params.first_predicting, len(request.prompt_ids))
-            self._add(PositionSet(scored), Price(0.0, 0.0, logits, 0.0))
+    With `traces`, those of its traces and log-probabilities count, too.
+    """
+    prices: dict[PositionSet | None, Price] = {}  # None: all positions
+    for positions, price in (*_prices_of_edits(request), *(_prices_of_traces(request, config) if traces else ())):
+        before = prices.get(positions)
+        prices[positions] = price if before is None else Price(*map(add, before, price))
+    # The continuations of a request ask for the same costs.
+    return lru_cache(MAX_KNOWN)(partial(_cost, prices)) if prices else None
 
-    def _add(self, positions: PositionSet | None, price: Price) -> None:
-        before = self._prices.get(positions)
-        self._prices[positions] = price if before is None else Price(*map(add, before, price))
 
-    def __bool__(self) -> bool:
-        return bool(self._prices)
+def _prices_of_edits(request: Request) -> Iterator[tuple[PositionSet, Price]]:
+    for edit in () if request.edits is None else request.edits.edits:
+        if edit not in _EDIT_PRICES:
+            _EDIT_PRICES[edit] = _price_of_edit(edit)
+        yield edit.positions, _EDIT_PRICES[edit]
+        if edit.when is not None and edit.when.threshold is not None:  # read as an edit is, in steps without replay
+            of_position = EDITED_NUMBER * len(edit.when.threshold.vector)
+            yield edit.when.positions, Price(EDITED_STAGE, EDITED_STAGE, of_position, 0.0)
 
-    def __call__(self, start: int, num_new: int) -> ExtraCost:
-        """Of a step that computes the positions `start .. start + num_new - 1`."""
-        key = start, num_new
-        if key not in self._known:
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            self._known[key] = self._cost(start, num_new)
-        return self._known[key]
 
-    def _cost(self, start: int, num_new: int) -> ExtraCost:
-        usual = most = 0.0
-        for positions, price in self._prices.items():
-            number = num_new if positions is None else positions.count(start, start + num_new)
-            if number:
-                of_positions = number * (price.position + price.key * (start + num_new))
-                most += price.step + of_positions
-                usual += (price.replayed if num_new == 1 else price.step) + of_positions
-        return ExtraCost(usual, most)
+def _prices_of_traces(request: Request, config: ModelConfig) -> Iterator[tuple[PositionSet | None, Price]]:
+    trace, logits = request.trace, LOGIT * config.d_model * config.vocab_size
+    if trace is not None:
+        selection = trace.selection
+        price = _price_of_trace(selection, config)
+        if trace.needs_logits:
+            price = price._replace(position=price.position + logits + PREDICTION * trace.top_k)
+        yield None if selection.positions is None else PositionSet(tuple(selection.positions)), price
+        if trace.logit_lens is not None:
+            seconds = config.num_layers * (logits + PREDICTION * trace.logit_lens)
+            yield None, Price(seconds, seconds, 0.0, 0.0)
+    if request.params.prompt_logprobs is not None:
+        scored = range(request.params.first_predicting, len(request.prompt_ids))
+        yield PositionSet(scored), Price(0.0, 0.0, logits, 0.0)
+
+
+def _cost(prices: Mapping[PositionSet | None, Price], start: int, num_new: int) -> ExtraCost:
+    """Of a step that computes the positions `start .. start + num_new - 1`."""
+    usual = most = 0.0
+    for positions, price in prices.items():
+        number = num_new if positions is None else positions.count(start, start + num_new)
+        if number:
+            of_positions = number * (price.position + price.key * (start + num_new))
+            most += price.step + of_positions
+            usual += (price.replayed if num_new == 1 else price.step) + of_positions
+    return ExtraCost(usual, most)
 
 
 def _price_of_edit(edit: BoundEdit) -> Price:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from model.ops.interface import SummaryOps, Top
+from model.ops.interface import Top
+from model.ops.torch_ops import SummaryOps
 from model.tracing.predictions import Predictions, predictions_of
 
 

@@ -64,14 +64,6 @@ class Shape:
         return self.num_rows is not None
 
 
-@dataclass(frozen=True)
-class Customization:
-    """A kind of customized step: the edited stages, and the keys of the traces."""
-
-    edited_stages: frozenset[str]
-    traces: frozenset[tuple[str, bool, bool]]
-
-
 class StepGraphs:
     """The graphs of a network that our kernels compute completely. Without paged kernels nothing is recorded."""
 
@@ -84,7 +76,8 @@ class StepGraphs:
         self._memory = None if self._attention is None else self._attention.new_memory()
         # In the order of their last use.
         self._graphs: dict[Shape, StepGraph] = {}
-        self._unrecordable: set[Customization] = set()  # PyTorch computes a part of the step, or its recording failed
+        # The edited stages and the keys of the traces of steps that PyTorch computes in part, or that failed.
+        self._unrecordable: set[tuple[frozenset[str], frozenset[tuple[str, bool, bool]]]] = set()
         self.records_prompts = isinstance(attention, PagedBackend)
         """Whether steps with prompts are recorded, as far as is known."""
         self._prompt_memory = None if self._attention is None else self._attention.new_memory()
@@ -119,7 +112,7 @@ class StepGraphs:
         if (graph := self._find(shape)) is not None:
             return graph.replay(sequences, None)
         stages = frozenset[str]().union(*(each.edits.stage_names for each in edits))
-        kind = Customization(stages, frozenset(each.kind.key for each in traced))
+        kind = stages, frozenset(each.kind.key for each in traced)
         if kind in self._unrecordable:
             return None
         arguments = (sequences, max_blocks, self._memory, adapters, edits, traced, max_keys)

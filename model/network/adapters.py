@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.ops.interface import NetworkOps
+from model.ops.torch_ops import NetworkOps
 from model.tracing.tap import Probe
 
 RANK_STEP = 4  # ranks are padded with zeros to a multiple of it, because packed layers need an even number of inputs

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.ops.interface import NetworkOps
 from model.ops.torch_attention import CausalMask, ScoreRule, mask_scores
-from model.ops.torch_ops import TORCH
+from model.ops.torch_ops import TORCH, NetworkOps
 from model.tracing.tap import Probe, changed
 
 
@@ -35,9 +34,6 @@ class AttentionContext(Protocol):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe) -> Tensor:
         """q (B, T, H, D), k and v (B, T, Hkv, D) of the new tokens -> z (B, T, H, D). Stores k and v for later."""
-
-    def finish(self) -> None:
-        """Called after the last layer: the new tokens now count as computed."""
 
 
 def probed_attention(
@@ -151,7 +147,3 @@ class DenseContext:
             k, v = self._cache.append(layer, k, v)
         mask = self._masks[self._config.window_of(layer)]
         return probed_attention(q, k, v, mask, probe, rule=score_rule(self._config), ops=self._ops)
-
-    def finish(self) -> None:
-        if self._cache is not None:
-            self._cache.advance(len(self.positions))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from model.config import ModelConfig
 from model.network.adapters import AdaptedRows
 from model.network.feed_forward import FeedForward, LinearFactory
-from model.ops.interface import NetworkOps
+from model.ops.torch_ops import NetworkOps
 from model.tracing.tap import Probe
 
 

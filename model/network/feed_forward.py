@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.network.adapters import AdaptedLayer, AdaptedRows
-from model.ops.interface import NetworkOps
+from model.ops.torch_ops import NetworkOps
 from model.tracing.tap import Probe
 
 LinearFactory = Callable[[str, int, int, bool], nn.Module]

@@ -16,7 +16,8 @@ from model.config import ModelConfig
 from model.network.adapters import AdaptedRows, Adapter, PassAdapters
 from model.network.attention import DenseContext
 from model.network.transformer import Transformer
-from model.ops.interface import Backend, NetworkOps
+from model.ops.interface import Backend
+from model.ops.torch_ops import NetworkOps
 from model.tracing.stages import stages_of
 from model.tracing.tap import BatchTap, Probe, SequenceTap, Tap
 
@@ -160,6 +161,3 @@ class JointContext:
             for i, context in enumerate(self._contexts)
         ]
         return torch.cat(parts, dim=1)
-
-    def finish(self) -> None:
-        """Nothing to do: nothing is stored."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig, NormKind, QKNorm
-from model.ops.interface import NetworkOps, NormRule
-from model.ops.torch_ops import TORCH, centered
+from model.ops.interface import NormRule
+from model.ops.torch_ops import TORCH, NetworkOps, centered
 from model.tracing.tap import Probe, changed
 
 

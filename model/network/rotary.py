@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig, RopeScaling
-from model.ops.interface import NetworkOps, Rotation
-from model.ops.torch_ops import TORCH
+from model.ops.interface import Rotation
+from model.ops.torch_ops import TORCH, NetworkOps
 
 
 def rotary_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None, *, is_long: bool = False) -> Tensor:

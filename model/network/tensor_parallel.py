@@ -35,7 +35,7 @@ from model.network.ranks import Ranks
 from model.network.transformer import Transformer
 from model.ops.interface import NormRule
 from model.ops.stored_weights import StackedRows, Weight, whole_weight
-from model.ops.torch_ops import TORCH, TorchNetworkOps
+from model.ops.torch_ops import TORCH, NetworkOps
 from model.progress import Progress
 from model.tracing.stages import sizes_of
 
@@ -138,7 +138,7 @@ class RowWiseLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class SharedNetworkOps(TorchNetworkOps):
+class SharedNetworkOps(NetworkOps):
     """PyTorch's operations, but a norm over all heads sums the squares of the heads of all ranks."""
 
     def __init__(self, ranks: Ranks) -> None:

@@ -21,9 +21,9 @@ from model.network.experts import Experts
 from model.network.feed_forward import FeedForward, LinearFactory
 from model.network.norms import HeadNorm, Norm, block_norm
 from model.network.rotary import Rotations, sinusoidal_positions
-from model.ops.interface import Backend, NetworkOps, Rotation
+from model.ops.interface import Backend, Rotation
 from model.ops.quantization import QuantizedLinear
-from model.ops.torch_ops import TORCH
+from model.ops.torch_ops import TORCH, NetworkOps
 from model.tracing.pauses import has_pauses, pause, pieces
 from model.tracing.tap import Probe, Tap
 
@@ -227,7 +227,8 @@ class Transformer(nn.Module):
             rotation = None if rotations is None else rotations[layer]
             x = block(x, rotation, context, probe.at("blocks").at(str(layer)), block_rows, adapters)
             pause()  # steps of an engine may run here, on the same thread
-        context.finish()
+        if cache is not None:
+            cache.advance(ids.shape[1])
 
         if index is not None and not skips_rows:
             x = ops.select_rows(x, index)

@@ -21,6 +21,13 @@ class ScoreRule(NamedTuple):
     softcap: float | None = None
 
 
+def visible_keys(queries: Tensor, num_keys: int, window: int | None) -> Tensor:
+    """Mark the keys that queries at some positions (..., T) see: (..., T, S) bool."""
+    keys, own = torch.arange(num_keys, device=queries.device), queries[..., None]
+    visible = keys <= own
+    return visible if window is None else visible & (keys > own - window)
+
+
 class CausalMask:
     """The causal mask of new queries: each sees its own key, and earlier keys inside the sliding window, if any."""
 
@@ -41,10 +48,8 @@ class CausalMask:
     @cached_property
     def visible(self) -> Tensor:
         """The mask as a tensor (T, S) bool: True for each key that a query sees."""
-        queries = torch.arange(self.start, self.start + self.num_new, device=self.device)[:, None]
-        keys = torch.arange(self.start + self.num_new, device=self.device)
-        visible = keys <= queries
-        return visible if self.window is None else visible & (keys > queries - self.window)
+        end = self.start + self.num_new
+        return visible_keys(torch.arange(self.start, end, device=self.device), end, self.window)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, rule: ScoreRule) -> Tensor:
@@ -98,7 +103,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 
 
 def attention_scores(q: Tensor, k: Tensor, mask: CausalMask | None, rule: ScoreRule) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, masked scores and their softmax, each (B, H, T, S)."""
+    """The values that `fused_attention` skips, each (B, H, T, S): scores, masked scores and their softmax."""
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = capped_scores(q, k, rule)

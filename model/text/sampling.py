@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from model.errors import InvalidField, shortened
-from model.ops.interface import Argmax, Draw, SamplingOps
-from model.ops.torch_ops import TORCH
+from model.ops.interface import Argmax, Draw
+from model.ops.torch_ops import TORCH, SamplingOps
 from model.ops.torch_sampling import unpack_masks
 from model.text.constraint import TokenMasks
 from model.text.token_rules import TokenRules

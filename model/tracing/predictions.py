@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.ops.interface import SummaryOps, Top
-from model.ops.torch_ops import TORCH
+from model.ops.interface import Top
+from model.ops.torch_ops import TORCH, SummaryOps
 from model.tracing.pauses import pieces
 from model.tracing.tap import Probe, Tap
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from model.errors import InvalidField
-from model.ops.interface import SummaryOps
 from model.ops.summary import Summary
-from model.ops.torch_ops import TORCH
+from model.ops.torch_ops import TORCH, SummaryOps
 from model.tracing.stages import Stage
 
 Detail = Literal["none", "summary", "values"]

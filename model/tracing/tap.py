@@ -46,6 +46,19 @@ class Recorder:
         return tensor
 
 
+class Replacement:
+    """A tap that replaces stages by the given values, in the dtype of the pass."""
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self._values = values
+
+    def wants(self, name: str) -> bool:
+        return name in self._values
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        return self._values[name].to(tensor.dtype)
+
+
 class Chain:
     """Several taps in order; each sees what the one before it returned."""
 

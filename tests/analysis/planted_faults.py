@@ -17,7 +17,7 @@ from model.config import ModelConfig
 from model.network.rotary import Rotations
 from model.network.transformer import Transformer
 from model.ops.interface import Rotation
-from model.ops.torch_ops import TorchNetworkOps
+from model.ops.torch_ops import NetworkOps
 from model.tracing.predictions import compute_loss
 from model.tracing.stages import stages_of
 from model.tracing.tap import Recorder, Tap
@@ -83,7 +83,7 @@ def copy_rules(block: Any, new: Any) -> None:
                 setattr(module, attribute, getattr(other, attribute))
 
 
-class OtherOps(TorchNetworkOps):
+class OtherOps(NetworkOps):
     """PyTorch's operations, with some of them replaced."""
 
     def __init__(self, **methods: Callable[..., Any]) -> None:
@@ -149,7 +149,7 @@ def exchange_gate(layer: nn.Linear) -> None:
 
 def read_kv_heads_in_turn(network: Transformer) -> None:
     """Query head h reads key-value head h % Hkv."""
-    torch_ops = TorchNetworkOps()
+    torch_ops = NetworkOps()
     order = [head % network.config.num_kv_heads for head in range(network.config.num_heads)]
     use_ops(
         network,
@@ -170,7 +170,7 @@ def join_without_exchange(layer: nn.Linear, num_heads: int, d_head: int) -> None
 
 
 def see_the_future(network: Transformer) -> None:
-    torch_ops = TorchNetworkOps()
+    torch_ops = NetworkOps()
     use_ops(
         network,
         fused_attention=lambda q, k, v, mask, rule: torch_ops.fused_attention(q, k, v, None, rule),

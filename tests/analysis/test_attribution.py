@@ -11,6 +11,7 @@ from model.analysis.attribution.direct import DirectAttribution, direct_attribut
 from model.analysis.attribution.patching_sweep import Patcher, Sweep, frozen_stages, stage_values
 from model.analysis.attribution.target import LogitTarget
 from model.network.adapters import Adapter, LowRankLayer, PassAdapters
+from model.network.joint_passes import AdaptedNetwork
 from model.network.prepare import prepare_model
 from model.network.transformer import Transformer
 from model.ops.torch_ops import TORCH
@@ -72,7 +73,7 @@ def shares_by_autograd(model: Transformer, ids: Tensor, target: LogitTarget) -> 
 def test_each_share_is_the_one_that_autograd_finds_with_constant_scales(name: str, target: LogitTarget) -> None:
     model = exact(name)
     ids = random_ids(model.config.vocab_size, 11)
-    found = shares_of(direct_attribution(model, ids[0].tolist(), target))
+    found = shares_of(direct_attribution(AdaptedNetwork(model, None), ids[0].tolist(), target))
     expected = shares_by_autograd(model, ids, target)
     assert found.keys() == expected.keys()
     for part, share in expected.items():
@@ -85,7 +86,7 @@ def test_each_share_is_the_one_that_autograd_finds_with_constant_scales(name: st
 def test_the_shares_sum_to_the_logit(name: str, target: LogitTarget, dtype: torch.dtype, tolerance: float) -> None:
     model = build(CONFIGS[name], dtype=dtype)
     ids = random_ids(model.config.vocab_size, 11)
-    found = direct_attribution(model, ids[0].tolist(), target)
+    found = direct_attribution(AdaptedNetwork(model, None), ids[0].tolist(), target)
     value = float(target(model(ids, rows=[target.position])))
     assert (found.capped if found.capped is not None else found.logit) == pytest.approx(value, rel=tolerance)
     assert abs(found.remainder) <= tolerance * max(1.0, abs(found.logit))
@@ -99,12 +100,12 @@ def test_the_shares_sum_to_the_logit(name: str, target: LogitTarget, dtype: torc
 def test_the_biases_have_shares_of_their_own() -> None:
     model = exact("gpt2")
     ids, target = random_ids(model.config.vocab_size, 7)[0].tolist(), LogitTarget(3, 6)
-    before = direct_attribution(model, ids, target)
+    before = direct_attribution(AdaptedNetwork(model, None), ids, target)
     assert all(layer.attention_bias and layer.mlp_bias for layer in before.layers)
     assert before.final_norm_bias
     with torch.no_grad():
         model.get_parameter("ln_final.bias").mul_(3)
-    after = direct_attribution(model, ids, target)
+    after = direct_attribution(AdaptedNetwork(model, None), ids, target)
     assert after.final_norm_bias == pytest.approx(3 * before.final_norm_bias)
     assert after.embed == pytest.approx(before.embed)
 
@@ -115,7 +116,7 @@ def test_a_network_of_our_kernels_has_the_shares_of_its_packed_weights(quantize:
     plain = build(CONFIGS["llama"])
     packed = prepare_model(plain.config, dict(plain.state_dict()), quantize=quantize, kernels="auto")  # type: ignore[arg-type]
     ids = random_ids(plain.config.vocab_size, 9)[0].tolist()
-    found = direct_attribution(packed, ids, LogitTarget(4, 8, minus=9))
+    found = direct_attribution(AdaptedNetwork(packed, None), ids, LogitTarget(4, 8, minus=9))
     assert abs(found.remainder) < (1e-4 if quantize == "none" else 0.3)
 
 
@@ -132,7 +133,7 @@ def test_the_shares_of_a_network_with_an_adapter_include_what_it_adds() -> None:
         for place, (num_inputs, num_outputs) in places.items()
     }
     adapter, ids, target = Adapter("one", layers, [3]), random_ids(67, 9)[0].tolist(), LogitTarget(5, 8)
-    found, plain = (direct_attribution(model, ids, target, each) for each in (adapter, None))
+    found, plain = (direct_attribution(AdaptedNetwork(model, each), ids, target) for each in (adapter, None))
     assert abs(found.remainder) < 1e-11
     assert abs(found.logit - plain.logit) > 0.01
     logits = model(torch.tensor([ids]), adapters=PassAdapters.of(adapter))

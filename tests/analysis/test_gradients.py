@@ -22,6 +22,7 @@ from model.choices import Quantization
 from model.errors import InvalidField
 from model.network.adapters import Adapter, LowRankLayer
 from model.network.float_copy import copy_adapter, float_copy
+from model.network.joint_passes import AdaptedNetwork
 from model.network.prepare import prepare_model
 from model.network.transformer import Transformer
 from model.ops.torch_ops import TORCH
@@ -122,7 +123,9 @@ class TestIntegratedGradients:
     def test_the_attributions_sum_to_the_change_from_the_baseline(self, name: str) -> None:
         model = exact(name)
         ids, target = ids_of(model), LogitTarget(5, 8, minus=9)
-        run = IntegratedGradientsRun(model, ids, target, embeddings_of(model, ids_of(model, seed=4)), 96)
+        run = IntegratedGradientsRun(
+            AdaptedNetwork(model, None), ids, target, embeddings_of(model, ids_of(model, seed=4)), 96
+        )
         for index in range(96):
             run.step(index)
         found = run.finish()
@@ -136,7 +139,9 @@ class TestIntegratedGradients:
         model = exact("gpt2")
         ids, errors = ids_of(model), []
         for num_steps in (4, 16, 64):
-            run = IntegratedGradientsRun(model, ids, LogitTarget(5, 8), mean_embedding(model), num_steps)
+            run = IntegratedGradientsRun(
+                AdaptedNetwork(model, None), ids, LogitTarget(5, 8), mean_embedding(model), num_steps
+            )
             for index in range(num_steps):
                 run.step(index)
             errors.append(abs(run.finish().error))
@@ -243,12 +248,13 @@ class TestFloatCopy:
         }
         adapter = Adapter("one", layers, [3])
         copied = copy_adapter(adapter, torch.float64)
-        value = float(run_target(float_copy(model, torch.float64), ids, target, adapter=copied))
-        assert value == pytest.approx(float(run_target(model, ids, target, adapter=adapter)), rel=1e-4)
+        network = AdaptedNetwork(float_copy(model, torch.float64), copied)
+        value = float(run_target(network, ids, target))
+        assert value == pytest.approx(float(run_target(AdaptedNetwork(model, adapter), ids, target)), rel=1e-4)
         assert abs(value - float(run_target(model, ids, target))) > 0.01
         stages: list[Stage] = select(stages_of(model.config), ["blocks.0.resid_pre", "blocks.1.attn.q"])
-        found = compute_gradients(float_copy(model, torch.float64), ids, target, stages, adapter=copied)
-        plain = compute_gradients(float_copy(model, torch.float64), ids, target, stages)
+        found = compute_gradients(network, ids, target, stages)
+        plain = compute_gradients(network.model, ids, target, stages)
         assert all((found.gradients[name] - plain.gradients[name]).abs().max() > 1e-3 for name in found.gradients)
 
 

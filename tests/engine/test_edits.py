@@ -13,7 +13,6 @@ from model.engine.engine import Engine
 from model.engine.extra_time import ExtraTime
 from model.engine.request import Request
 from model.engine.step_budget import StepBudget
-from model.engine.step_graphs import Customization
 from model.engine.trace_params import TraceParams
 from model.errors import InvalidField
 from model.network.joint_passes import AdaptedNetwork
@@ -437,7 +436,7 @@ class TestRecordedSteps:
         monkeypatch.setattr(ops, "edit_rows", by_pytorch)
         engine = new_engine(model)
         assert bits(run(engine, *requests)) == expected
-        assert engine._runner._step_graphs._unrecordable == {Customization(frozenset({"embed"}), frozenset())}
+        assert engine._runner._step_graphs._unrecordable == {(frozenset({"embed"}), frozenset())}
         assert self.recorded(engine) == 0
         run(engine, ask("1", prompt(5)))
         assert engine._runner.replays

@@ -1,11 +1,13 @@
 """Estimates of the time that edits and traces add to a step, and its limit while other sequences run."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from model.engine.extra_costs import EDITED_STAGE, REPLAYED_EDIT, ExtraCosts
+from model.engine.extra_costs import EDITED_STAGE, REPLAYED_EDIT, extra_cost_of
 from model.engine.request import Request
+from model.engine.sequence import ExtraCost
 from model.text.transcript import GenerationParams
 from model.tracing.edits import Edit
 from tests.engine.driving import ask, new_engine, prompt
@@ -19,12 +21,14 @@ MODEL = build(CONFIG)
 SCALE = Edit(stage="blocks.0.resid_post", op="scale", factor=2.0)
 
 
-def costs(request: Request, *, traces: bool = True) -> ExtraCosts:
-    return ExtraCosts(request, CONFIG, traces=traces)
+def costs(request: Request) -> Callable[[int, int], ExtraCost]:
+    found = extra_cost_of(request, CONFIG, traces=True)
+    assert found is not None
+    return found
 
 
 def test_a_request_without_edits_and_traces_costs_nothing() -> None:
-    assert not costs(ask("plain", prompt(5)))
+    assert extra_cost_of(ask("plain", prompt(5)), CONFIG, traces=True) is None
 
 
 def test_an_edit_costs_its_stages_and_less_in_a_replayed_step() -> None:
@@ -83,7 +87,7 @@ def test_a_trace_costs_its_stages_its_lens_and_its_logits() -> None:
     values = costs(traced(MODEL, ask("a", prompt(5)), "values of all stages"))
     assert values(5, 1).usual > usual
     request = traced(MODEL, ask("a", prompt(5)), "summaries of all stages")
-    assert not costs(request, traces=False)
+    assert extra_cost_of(request, CONFIG, traces=False) is None
 
 
 def test_log_probabilities_of_the_prompt_cost_its_logits() -> None:

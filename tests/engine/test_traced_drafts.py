@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model.engine import extra_costs
 from model.engine.engine import Engine
-from model.engine.extra_costs import ExtraCosts
 from model.engine.extra_time import ExtraTime
 from model.engine.request import Request
 from model.engine.sequence import ExtraCost
@@ -191,7 +191,7 @@ def test_traces_that_take_longer_than_a_step_have_no_drafts(monkeypatch: pytest.
     monkeypatch.setattr(ExtraTime, "share_of_token", EXTRA_SHARE)
     for seconds, is_worth_it in ((1e-5, True), (10.0, False)):
         cost = ExtraCost(seconds, seconds)
-        monkeypatch.setattr(ExtraCosts, "_cost", lambda *_, cost=cost: cost)
+        monkeypatch.setattr(extra_costs, "_cost", lambda *_, cost=cost: cost)
         monkeypatch.setattr(StepBudget, "replayed_seconds", lambda self, num_tokens, default: 0.01)
         for draft_model in (None, network(change=0.05)):
             engine = new_engine(MODEL, draft_model=draft_model)

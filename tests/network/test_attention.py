@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.network.attention import DenseContext, probed_attention, trace_attention
 from model.ops.torch_attention import CausalMask, ScoreRule, apply_pattern, folded_attention, fused_attention
-from model.ops.torch_ops import TORCH, TorchNetworkOps
+from model.ops.torch_ops import TORCH, NetworkOps
 from model.tracing.stages import PATTERN, Stage
 from model.tracing.tap import Chain, Probe, Recorder
 from tests.editor import Editor
@@ -169,7 +169,7 @@ def test_an_edit_of_scores_or_pattern_changes_the_weights_of_the_values(stage: s
     )
 
 
-class OtherRounding(TorchNetworkOps):
+class OtherRounding(NetworkOps):
     """PyTorch's operations, of which those that only changed queries need give slightly other numbers."""
 
     def softmax(self, scores: Tensor, dtype: torch.dtype) -> Tensor:

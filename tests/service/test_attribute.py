@@ -34,6 +34,7 @@ from model.analysis.attribution.target import LogitTarget, LossTarget
 from model.checkpoints.translators import load_translators
 from model.errors import CheckpointError
 from model.network.float_copy import float_copy
+from model.network.joint_passes import AdaptedNetwork
 from model.network.transformer import Transformer
 from model.tracing.pauses import pause
 from model.tracing.stages import select, stages_of
@@ -73,7 +74,7 @@ class TestAnswers:
     def test_direct(self, tiny: Running) -> None:
         answer = attribute(tiny, "direct", **LOGIT)
         validate(DirectAttribution, answer)
-        found = direct_attribution(tiny.checkpoint.model, PROMPT, TARGET)
+        found = direct_attribution(AdaptedNetwork(tiny.checkpoint.model, None), PROMPT, TARGET)
         assert answer["logit"] == pytest.approx(found.logit, abs=1e-4)
         assert abs(answer["remainder"]) < 1e-4 * abs(answer["logit"])
         assert answer["total"] + answer["remainder"] == pytest.approx(answer["logit"])
@@ -162,7 +163,7 @@ class TestAnswers:
         assert sum(answer["attributions"]) == pytest.approx(change + answer["error"], abs=1e-4)
         assert len(answer["attributions"]) == len(PROMPT)
         model = float_copy(tiny.checkpoint.model, torch.float32)
-        run = IntegratedGradientsRun(model, PROMPT, TARGET, mean_embedding(model), 24)
+        run = IntegratedGradientsRun(AdaptedNetwork(model, None), PROMPT, TARGET, mean_embedding(model), 24)
         for step in range(24):
             run.step(step)
         assert answer["attributions"] == pytest.approx(run.finish().attributions.sum(-1).tolist(), abs=1e-4)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from model.errors import shortened
 from model.ops import torch_sampling
-from model.ops.interface import Draw, SamplingOps
-from model.ops.torch_ops import TORCH
+from model.ops.interface import Draw
+from model.ops.torch_ops import TORCH, SamplingOps
 from model.ops.torch_sampling import keep_top, uniforms_of
 from model.text import sampling
 from model.text.constraint import TokenMasks

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from model.ops.summary import Summary
-from model.ops.torch_ops import TORCH, TorchSummaryOps
+from model.ops.torch_ops import TORCH, SummaryOps
 from model.tracing.selection import MAX_PENDING_BYTES, Selection, StageCollector
 from model.tracing.stages import Stage
 
 
-class CountingSummaryOps(TorchSummaryOps):
+class CountingSummaryOps(SummaryOps):
     """Notes the number of values of each tensor of each call."""
 
     def __init__(self) -> None:

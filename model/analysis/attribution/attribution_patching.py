@@ -12,9 +12,8 @@ from torch import Tensor
 
 from model.analysis.attribution.gradients import GradientTap, compute_gradients, run_target
 from model.analysis.attribution.target import Target
+from model.analysis.edit_sources import Network
 from model.errors import InvalidField
-from model.network.adapters import Adapter
-from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits
 from model.tracing.stages import Stage
 
@@ -50,13 +49,12 @@ def effect_dims(stage: Stage) -> tuple[str, ...]:
 
 
 def attribution_patching(
-    model: Transformer,
+    network: Network,
     clean_ids: Sequence[int],
     corrupted_ids: Sequence[int],
     target: Target,
     stages: Sequence[Stage],
     *,
-    adapter: Adapter | None = None,
     clean_edits: BoundEdits | None = None,
     corrupted_edits: BoundEdits | None = None,
 ) -> AttributionPatching:
@@ -67,8 +65,8 @@ def attribution_patching(
     check_same_length(clean_ids, corrupted_ids)
     clean = GradientTap(stages)  # it also makes the pass compute stages in the same way
     with torch.no_grad():
-        clean_value = float(run_target(model, clean_ids, target, clean, adapter, clean_edits))
-    found = compute_gradients(model, corrupted_ids, target, stages, adapter=adapter, edits=corrupted_edits)
+        clean_value = float(run_target(network, clean_ids, target, clean, clean_edits))
+    found = compute_gradients(network, corrupted_ids, target, stages, corrupted_edits)
     effects = {}
     for stage in stages:
         ours, theirs = clean.kept[stage.name].detach(), found.stages[stage.name]

@@ -70,18 +70,14 @@ class DirectAttribution:
 
 @torch.inference_mode()
 def direct_attribution(
-    model: Transformer,
-    ids: Sequence[int],
-    target: LogitTarget,
-    adapter: Adapter | None = None,
-    edits: BoundEdits | None = None,
+    network: AdaptedNetwork, ids: Sequence[int], target: LogitTarget, edits: BoundEdits | None = None
 ) -> DirectAttribution:
     """Run one pass over `ids`, and divide the target into the shares of what was added to the residual stream.
 
     What edits change behind the outputs of heads and feed-forward networks is part of the remainder.
     """
-    found, logits = _record(model, ids, target.position, adapter, edits)
-    config = model.config
+    found, logits = _record(network, ids, target.position, edits)
+    model, config = network.model, network.model.config
     tokens = target.token_ids
     signs = torch.tensor([1.0, -1.0][: len(tokens)], dtype=torch.float64, device=logits.device)
     direction = config.logits_scale * (signs @ linear_weight(model.head)[tokens].double())  # (C,)
@@ -96,7 +92,7 @@ def direct_attribution(
         direction, final_norm_bias = _before_norm(direction, model.ln_final, found["ln_final.scale"])
     layers: list[LayerShares] = []
     for layer in reversed(range(config.num_layers)):
-        shares, direction = _block_shares(model, layer, direction, found, adapter)
+        shares, direction = _block_shares(model, layer, direction, found, network.adapter)
         layers.append(shares)
     pos_embed = float(direction @ found["pos_embed"]) if "pos_embed" in found else None
     embed = float(direction @ found["embed"])
@@ -104,7 +100,7 @@ def direct_attribution(
 
 
 def _record(
-    model: Transformer, ids: Sequence[int], position: int, adapter: Adapter | None, edits: BoundEdits | None
+    network: AdaptedNetwork, ids: Sequence[int], position: int, edits: BoundEdits | None
 ) -> tuple[Mapping[str, Tensor], Tensor]:
     """Run a pass. Returns the needed stages at one position in float64, and the logits (1, 1, V) of this position."""
 
@@ -113,9 +109,9 @@ def _record(
         return tensor[0, row].double()
 
     wanted = ("embed", "pos_embed", "attn.z", "attn_out", "mlp_out", ".scale", "ln_final.out", "ln2.out")
-    stages = [stage for stage in stages_of(model.config) if stage.name.endswith(wanted)]
+    stages = [stage for stage in stages_of(network.model.config) if stage.name.endswith(wanted)]
     recorder = Recorder([stage for stage in stages if "_norm." not in stage.name], keep)
-    logits = edited_pass(AdaptedNetwork(model, adapter), ids, edits, tap=recorder, rows=[position])
+    logits = edited_pass(network, ids, edits, tap=recorder, rows=[position])
     return recorder.kept, logits[None]
 
 

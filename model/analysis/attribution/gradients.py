@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from model.analysis.attribution.target import StageTarget, Target
-from model.analysis.edit_sources import edited_pass
+from model.analysis.edit_sources import Network, edited_pass
 from model.config import ModelConfig
-from model.network.adapters import Adapter
-from model.network.joint_passes import AdaptedNetwork
-from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits
 from model.tracing.stages import AFTER_LOGITS, Stage, count_numbers, stages_of
 from model.tracing.tap import Chain, Recorder, Tap
@@ -60,13 +57,7 @@ def differentiable_stages(config: ModelConfig) -> list[Stage]:
 
 
 def compute_gradients(
-    model: Transformer,
-    ids: Sequence[int],
-    target: Target,
-    stages: Sequence[Stage],
-    *,
-    adapter: Adapter | None = None,
-    edits: BoundEdits | None = None,
+    network: Network, ids: Sequence[int], target: Target, stages: Sequence[Stage], edits: BoundEdits | None = None
 ) -> Gradients:
     """Run one pass over `ids`, and differentiate the target with respect to the stages, as the edits leave them.
 
@@ -75,24 +66,19 @@ def compute_gradients(
     """
     tap = GradientTap(stages)
     with torch.enable_grad():
-        value = run_target(model, ids, target, tap, adapter, edits)
+        value = run_target(network, ids, target, tap, edits)
         gradients = gradients_of(value, list(tap.kept.values()))
     kept = {name: tensor.detach() for name, tensor in tap.kept.items()}
     return Gradients(float(value.detach()), kept, dict(zip(kept, gradients, strict=True)))
 
 
 def run_target(
-    model: Transformer,
-    ids: Sequence[int],
-    target: Target,
-    tap: Tap | None = None,
-    adapter: Adapter | None = None,
-    edits: BoundEdits | None = None,
+    network: Network, ids: Sequence[int], target: Target, tap: Tap | None = None, edits: BoundEdits | None = None
 ) -> Tensor:
     """Run one pass over `ids`, and return the target's value. The tap sees the edited stages."""
     recorder = Recorder([target.stage] if isinstance(target, StageTarget) else [])
     chain = recorder if tap is None else Chain(tap, recorder)
-    logits = edited_pass(AdaptedNetwork(model, adapter), ids, edits, tap=chain, rows=target.rows)
+    logits = edited_pass(network, ids, edits, tap=chain, rows=target.rows)
     return target(recorder.kept[target.stage.name] if isinstance(target, StageTarget) else logits[None])
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from model.analysis.attribution.gradients import gradients_of, run_target
 from model.analysis.attribution.target import Target
-from model.network.adapters import Adapter
+from model.network.joint_passes import AdaptedNetwork
 from model.network.transformer import Transformer, embedding_factor
 from model.tracing.edits import BoundEdits
-from model.tracing.tap import Chain, Tap
+from model.tracing.tap import Chain, Replacement, Tap
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,6 @@ class IntegratedGradients:
         return float(self.attributions.sum()) - (self.value - self.baseline_value)
 
 
-class EmbeddingTap:
-    """A tap that replaces the token embeddings."""
-
-    def __init__(self, embeddings: Tensor) -> None:
-        self._embeddings = embeddings
-
-    def wants(self, name: str) -> bool:
-        return name == "embed"
-
-    def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        return self._embeddings
-
-
 class IntegratedGradientsRun:
     """Integrated gradients (Sundararajan et al. 2017) of a target on the token embeddings, step by step.
 
@@ -57,18 +44,16 @@ class IntegratedGradientsRun:
 
     def __init__(
         self,
-        model: Transformer,
+        network: AdaptedNetwork,
         ids: Sequence[int],
         target: Target,
         baseline: Tensor,
         num_steps: int,
-        *,
-        adapter: Adapter | None = None,
         edits: BoundEdits | None = None,
     ) -> None:
         """`baseline` (T, C), or (C,) for every position: embeddings before edits, with the factor of the embeddings."""
-        self._model, self._ids, self._target, self._adapter, self._edits = model, ids, target, adapter, edits
-        self._embeddings = embeddings_of(model, ids)  # (T, C)
+        self._network, self._ids, self._target, self._edits = network, ids, target, edits
+        self._embeddings = embeddings_of(network.model, ids)  # (T, C)
         self._baseline = baseline.to(self._embeddings.dtype).expand_as(self._embeddings)
         self._nodes, self._weights = legendre(num_steps)
         self._sum = torch.zeros_like(self._embeddings)
@@ -87,10 +72,10 @@ class IntegratedGradientsRun:
         return IntegratedGradients(self._sum * (self._embeddings - self._baseline), value, baseline_value)
 
     def _run(self, embeddings: Tensor) -> Tensor:
-        tap: Tap = EmbeddingTap(embeddings)
+        tap: Tap = Replacement({"embed": embeddings})
         if self._edits is not None:
-            tap = Chain(tap, self._edits.whole_pass(self._ids, self._target.rows, self._model.backend.ops))
-        return run_target(self._model, self._ids, self._target, tap, self._adapter)
+            tap = Chain(tap, self._edits.whole_pass(self._ids, self._target.rows, self._network.backend.ops))
+        return run_target(self._network, self._ids, self._target, tap)
 
 
 def legendre(num_steps: int) -> tuple[list[float], list[float]]:

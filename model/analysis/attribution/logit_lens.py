@@ -13,9 +13,7 @@ from torch import Tensor
 from model.analysis.edit_sources import edited_pass
 from model.checkpoints.translators import Translators
 from model.config import ModelConfig
-from model.network.adapters import Adapter
 from model.network.joint_passes import AdaptedNetwork
-from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits
 from model.tracing.predictions import Predictions, predict
 from model.tracing.stages import Stage, last_residuals, stages_of
@@ -69,24 +67,24 @@ def lens_stages(config: ModelConfig) -> list[Stage]:
 class LensRun:
     """A run of the logit lens: one pass over `ids`, then decoding of the residuals, part by part."""
 
-    model: Transformer
+    network: AdaptedNetwork
     ids: Sequence[int]
     positions: Sequence[int]
     top_k: int
     _: KW_ONLY
     token: int | None = None
     translators: Translators | None = None
-    adapter: Adapter | None = None
     edits: BoundEdits | None = None
 
     def __post_init__(self) -> None:
-        self._stages = lens_stages(self.model.config)
+        self._model = self.network.model
+        self._stages = lens_stages(self._model.config)
         self._residuals: dict[str, Tensor] = {}
         self._final: dict[int, list[int]] = {}  # the tokens of each part of the last residual, by its first row
 
     def parts(self) -> list[LensPart]:
         """List the parts in decoding order. The last residual comes first: all parts follow the tokens it predicts."""
-        size, num_rows = rows_per_part(self.model.config, self.top_k), len(self.positions)
+        size, num_rows = rows_per_part(self._model.config, self.top_k), len(self.positions)
         *before, last = enumerate(self._stages)
         return [
             LensPart(layer, stage.name, first, min(first + size, num_rows))
@@ -96,9 +94,9 @@ class LensRun:
 
     @torch.inference_mode()
     def run_pass(self) -> None:
-        rows = torch.tensor(list(self.positions), device=self.model.embed.weight.device)
+        rows = torch.tensor(list(self.positions), device=self._model.embed.weight.device)
         recorder = Recorder(self._stages, lambda stage, tensor: tensor[0, rows])
-        edited_pass(AdaptedNetwork(self.model, self.adapter), self.ids, self.edits, tap=recorder, rows=[0])
+        edited_pass(self.network, self.ids, self.edits, tap=recorder, rows=[0])
         self._residuals = recorder.kept
 
     @torch.inference_mode()
@@ -107,8 +105,8 @@ class LensRun:
         is_translated = translators is not None and part.layer < len(translators)
         if translators is not None and is_translated:
             residual = translators.translate(part.layer, residual)
-        logits = self.model.compute_logits(residual[None])[0]  # (R, V)
-        top = predict(logits, self.top_k, self.model.backend.summaries)
+        logits = self._model.compute_logits(residual[None])[0]  # (R, V)
+        top = predict(logits, self.top_k, self._model.backend.summaries)
         followed = None if self.token is None else follow(logits, [self.token] * len(logits))
         final = self._final.setdefault(part.first, [each.token_ids[0] for each in top])
         return LensResult(part.stage, is_translated, top, followed, follow(logits, final))

@@ -12,11 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.analysis.edit_sources import edited_pass
+from model.analysis.edit_sources import Network, edited_pass
 from model.config import ModelConfig
-from model.network.adapters import Adapter
-from model.network.joint_passes import AdaptedNetwork
-from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits, Edit, EditSource, plan_edits
 from model.tracing.edits.bound_edit import BoundEdit
 from model.tracing.edits.planner import MAX_EDITS
@@ -125,9 +122,7 @@ class Patcher:
     def _after_own(self, edits: Sequence[BoundEdit], ids: Sequence[int]) -> BoundEdits:
         return BoundEdits([*self._own_edits, *edits], len(ids), len(ids) + 1)
 
-    def path_edits(
-        self, cell: Cell, corrupted_ids: Sequence[int], model: Transformer, adapter: Adapter | None = None
-    ) -> BoundEdits:
+    def path_edits(self, cell: Cell, corrupted_ids: Sequence[int], network: Network) -> BoundEdits:
         """The edits that give the receivers the values which they have if only the patch of the cell reaches them.
 
         Runs a pass over the corrupted prompt to find these values.
@@ -136,7 +131,7 @@ class Patcher:
             self._freezing = self._replacing(self._frozen, corrupted_ids)
         patch = self.edits(cell, corrupted_ids).edits[len(self._own_edits) :]
         edited = self._after_own([*self._freezing, *patch], corrupted_ids)
-        found = stage_values(model, corrupted_ids, self._sweep.receivers, adapter, edited)
+        found = stage_values(network, corrupted_ids, self._sweep.receivers, edited)
         return self._after_own(self._replacing(found, corrupted_ids), corrupted_ids)
 
     def _replacing(self, values: Mapping[str, Tensor], ids: Sequence[int]) -> list[BoundEdit]:
@@ -157,15 +152,11 @@ def frozen_stages(config: ModelConfig, receivers: Sequence[Stage]) -> list[Stage
 
 @torch.inference_mode()
 def stage_values(
-    model: Transformer,
-    ids: Sequence[int],
-    stages: Sequence[Stage],
-    adapter: Adapter | None = None,
-    edits: BoundEdits | None = None,
+    network: Network, ids: Sequence[int], stages: Sequence[Stage], edits: BoundEdits | None = None
 ) -> dict[str, Tensor]:
     """The stages of a pass, on the CPU."""
     recorder = Recorder(stages, lambda stage, tensor: tensor.cpu().clone())
-    edited_pass(AdaptedNetwork(model, adapter), ids, edits, tap=recorder, rows=[len(ids) - 1])
+    edited_pass(network, ids, edits, tap=recorder, rows=[len(ids) - 1])
     return dict(recorder.kept)
 
 

@@ -16,13 +16,13 @@ from model.analysis.compare.changes import eps_hint, named_changes, single_norm_
 from model.analysis.compare.estimates import estimate_theta, joined_heads
 from model.analysis.compare.hint import Hint
 from model.analysis.compare.network_changes import Change, Segment, run_segment
-from model.analysis.compare.passes import ForcingTap, PassResult
+from model.analysis.compare.passes import PassResult
 from model.analysis.compare.position_changes import theta_hint
 from model.analysis.compare.values import named_values
 from model.network.transformer import Transformer
 from model.tracing.pauses import pause
 from model.tracing.stages import AFTER_LOGITS, Stage
-from model.tracing.tap import EndingTap, PassEnded
+from model.tracing.tap import Chain, EndingTap, PassEnded, Recorder, Replacement
 
 MAX_HINTS = 3
 EQUALLY_GOOD = 0.5  # hints whose excess is below this are equally good: the rest is noise
@@ -119,12 +119,13 @@ def find_segment(suspect: Suspect) -> Segment:
 
 def _compute(suspect: Suspect, segment: Segment, change: Change) -> Tensor | None:
     """Compute the suspect stage with the changed network; None if the change does not fit the network."""
-    name, ids = suspect.stage.name, torch.tensor([list(suspect.ids)])
-    tap = ForcingTap([name], suspect.given)
+    name, ids, recorder = suspect.stage.name, torch.tensor([list(suspect.ids)]), Recorder([suspect.stage])
+    tap = EndingTap(Chain(recorder, Replacement(suspect.given)), name)
     try:
-        run_segment(suspect.network, change, segment, ids, EndingTap(tap, name))
+        run_segment(suspect.network, change, segment, ids, tap)
     except PassEnded:
-        return tap.computed[name]
+        computed: Tensor = recorder.kept[name]
+        return computed
     except ValueError:  # for example a window of a network without windows
         return None
     return None  # the changed network has no such stage

@@ -23,9 +23,9 @@ from model.network.float_copy import linear_bias
 from model.network.norms import Norm, block_norm
 from model.network.rotary import Rotations
 from model.network.transformer import Block, Transformer
-from model.ops.interface import NetworkOps, Rotation
+from model.ops.interface import Rotation
 from model.ops.torch_attention import CausalMask
-from model.ops.torch_ops import TORCH
+from model.ops.torch_ops import TORCH, NetworkOps
 from model.tracing.pauses import pause
 from model.tracing.tap import Probe, Tap
 
@@ -87,9 +87,6 @@ class ChangedContext:
             k, v = k.repeat(1, 1, repeats, 1), v.repeat(1, 1, repeats, 1)
         z = probed_attention(q, k, v, mask, probe, rule=score_rule(self.config), ops=self.ops)
         return z if self.change.mixes_heads is None else self.change.mixes_heads(z)
-
-    def finish(self) -> None:
-        return
 
 
 @dataclass(frozen=True)

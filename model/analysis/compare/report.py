@@ -18,7 +18,7 @@ def report(found: Comparison, a: str, *, table: bool = True) -> str:
         lines.append(f"not compared, because A has no such stages: {join_names(found.unknown, MAX_LISTED)}")
     changed = [f"{stage.name} ({stage.layout})" for stage in found.stages if stage.layout]
     if changed:
-        lines.append(f"axes of B changed: {_listed(changed, 2)}")
+        lines.append(f"axes of B changed: {join_names(changed, 2)}")
     if found.logits is not None:
         logits = found.logits
         agreement = f"the same most likely token at {100 * logits.top1_agreement:.1f} % of the positions"
@@ -60,13 +60,8 @@ def _verdict(found: Comparison) -> list[str]:
         lines.append(f"B's {first.name} is about {difference.scale:.4g} times A's, with cosine {difference.cosine:.6f}")
     others = [name for name in found.differing if name != first.name]
     if others:
-        lines.append(f"errors are also added at {_listed(others)}")
+        lines.append(f"errors are also added at {join_names(others, MAX_LISTED)}")
     lines += [f"hint: {hint.message} [{hint.code}]" for hint in found.hints]
     if not found.hints:
         lines.append("hint: no known mistake explains it; compare the weights and the operation that give this stage")
     return lines
-
-
-def _listed(names: list[str], limit: int = MAX_LISTED) -> str:
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest

@@ -4,7 +4,6 @@ Each file is complete before the manifest names it, and the manifest is replaced
 loses only the file that it had not finished.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.analysis.harvest.contexts import Place
+from model.analysis.harvest.documents import digest_of
 from model.errors import InvalidField, short_repr
 from model.files import read_json
 
@@ -80,7 +80,7 @@ class Manifest:
     def _drop_damaged(self) -> None:
         for index, each in enumerate(self.files):
             path = self.directory / each.name
-            if not path.exists() or path.stat().st_size != each.num_bytes or sha256_of(path) != each.sha256:
+            if not path.exists() or path.stat().st_size != each.num_bytes or digest_of(path) != each.sha256:
                 logger.warning("%s is missing or damaged: harvesting goes on from there", path)
                 del self.files[index:]
                 self.is_complete = False
@@ -116,7 +116,7 @@ class Manifest:
     def _write(self, name: str, tensors: Mapping[str, Tensor], num_tokens: int, next: Place) -> StoredFile:
         path, unfinished = self.directory / name, self.directory / UNFINISHED
         save_file(dict(tensors), unfinished)
-        checksum = sha256_of(unfinished)
+        checksum = digest_of(unfinished)
         unfinished.replace(path)
         return StoredFile(name, num_tokens, path.stat().st_size, checksum, next)
 
@@ -130,8 +130,3 @@ class Manifest:
         unfinished = self.directory / f"{NAME}.unfinished"
         unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         os.replace(unfinished, self.directory / NAME)
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -55,13 +55,12 @@ def read_gemma(
 
 def read(config: ConfigReader) -> ModelConfig:
     config.ignore("sliding_window_size")  # sliding_window is used instead
-    num_layers = config.integer("num_hidden_layers", high=MAX_SIZES["num_layers"])
     window = config.take_nullable("sliding_window", 4096)
     return read_gemma(
         config,
         defaults=DEFAULTS,
         rope_keys=RopeKeys(),
-        **read_layer_windows(config, window, default=[layer % 2 == 0 for layer in range(num_layers)]),
+        **read_layer_windows(config, window, default=lambda layer: layer % 2 == 0),
         attention_softcap=config.take_nullable("attn_logit_softcapping", 50.0),
         logits_softcap=config.take_nullable("final_logit_softcapping", 30.0),
     )

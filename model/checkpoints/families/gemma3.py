@@ -35,13 +35,12 @@ def read(config: ConfigReader) -> ModelConfig:
 
 def read_windows(config: ConfigReader) -> dict[str, Any]:
     """Read the fields `window` and `windowed_layers`. Without `layer_types`, every sixth layer has no window."""
-    num_layers = config.integer("num_hidden_layers", high=MAX_SIZES["num_layers"])
     pattern = config.integer("sliding_window_pattern", 6, high=MAX_SIZES["num_layers"])
     if config.take("layer_types") is None:
         config.expect("_sliding_window_pattern", pattern)
     config.ignore("_sliding_window_pattern")
     window = config.take_nullable("sliding_window", 4096)
-    return read_layer_windows(config, window, default=[(layer + 1) % pattern != 0 for layer in range(num_layers)])
+    return read_layer_windows(config, window, default=lambda layer: (layer + 1) % pattern != 0)
 
 
 def read_local_theta(config: ConfigReader) -> float:

@@ -13,12 +13,9 @@ DEFAULTS = llama.DEFAULTS | {"max_position_embeddings": 32768, "num_key_value_he
 
 def read_windows(config: ConfigReader) -> dict[str, Any]:
     """Read the fields `window` and `windowed_layers` from `layer_types`, or from the older `max_window_layers`."""
-    num_layers = config.integer("num_hidden_layers", high=MAX_SIZES["num_layers"])
     window = read_window(config)
     first_windowed = config.integer("max_window_layers", 28, low=0, high=MAX_SIZES["num_layers"])
-    return read_layer_windows(
-        config, window, default=[window is not None and layer >= first_windowed for layer in range(num_layers)]
-    )
+    return read_layer_windows(config, window, default=lambda layer: window is not None and layer >= first_windowed)
 
 
 def read_window(config: ConfigReader) -> int | None:

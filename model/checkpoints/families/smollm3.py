@@ -16,7 +16,7 @@ def read(config: ConfigReader) -> ModelConfig:
     window = config.take("sliding_window") if config.take("use_sliding_window", False) else None
     config.ignore("sliding_window", "max_window_layers")  # the latter is not used
     # Without `layer_types`, the layers without rotary positions have the window.
-    windows = read_layer_windows(config, window, default=[window is not None and not each for each in rotated])
+    windows = read_layer_windows(config, window, default=lambda layer: window is not None and not rotated[layer])
     return llama.read_common(
         config,
         defaults=DEFAULTS,

@@ -1,20 +1,21 @@
 """Read which layers have a sliding attention window, from `layer_types` or from older keys."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 from model.checkpoints.families.config_reader import ConfigReader
+from model.config import MAX_SIZES
 from model.errors import short_repr
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def read_layer_windows(config: ConfigReader, window: int | None, default: Sequence[bool]) -> dict[str, Any]:
+def read_layer_windows(config: ConfigReader, window: int | None, default: Callable[[int], bool]) -> dict[str, Any]:
     """Read the fields `window` and `windowed_layers` of a `ModelConfig`. No fields if no layer has a window.
 
-    `default` says which layers have a window in a config without `layer_types`.
+    `default` says whether a layer has a window in a config without `layer_types`.
     """
-    windowed = tuple(default)
+    windowed = tuple(map(default, range(config.integer("num_hidden_layers", high=MAX_SIZES["num_layers"]))))
     kinds = config.take("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list):

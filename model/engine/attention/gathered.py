@@ -11,7 +11,7 @@ from torch import Tensor
 
 from model.engine.attention.interface import PlannedSequence, slot_mapping
 from model.engine.cache import MAX_GATHERED, PagedCache
-from model.ops.torch_attention import folded_attention
+from model.ops.torch_attention import folded_attention, visible_keys
 
 MAX_PADDING = 2  # sequences are read together if the longest has at most this many times the blocks of the shortest
 
@@ -128,11 +128,6 @@ def _read_together(
         location = torch.tensor(blocks, device=device)
     visible = None
     if not is_alone or num_new > 1 or window is not None:
-        keys = torch.arange(num_keys, device=device)
-        own = torch.tensor(offsets, device=device)[:, None] + torch.arange(num_new, device=device)
-        own = own[:, :, None]  # (B, T, 1): the index of each query's own key
-        visible = keys <= own
-        if window is not None:
-            visible &= keys > own - window
-        visible = visible[:, None]  # (B, 1, T, S)
+        own = torch.tensor(offsets, device=device)[:, None] + torch.arange(num_new, device=device)  # (B, T) keys
+        visible = visible_keys(own, num_keys, window)[:, None]  # (B, 1, T, S)
     return Read(slice(row, row + num_new * len(group)), len(group), location, num_keys, visible)

@@ -16,7 +16,7 @@ from model.engine.recorded_trace import room_for_keys
 from model.ops.gpu.gpu_ops import GpuNetworkOps
 from model.ops.gpu.paged_attention import MAX_HEAD, PagedKeys, step_scores, store_and_attend
 from model.ops.gpu.recording import GraphMemory, GraphRecording
-from model.ops.interface import NetworkOps
+from model.ops.torch_ops import NetworkOps
 
 
 def find_kernels(cache: PagedCache, ops: NetworkOps) -> Any:

@@ -10,36 +10,11 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-
-class Blocks(Protocol):
-    """The blocks of the cache that hold the tokens of a sequence, and the number of its tokens."""
-
-    @property
-    def blocks(self) -> list[int]: ...
-    @property
-    def length(self) -> int: ...
-
-
-class PlannedSequence(Protocol):
-    """The tokens of one sequence that a step computes, as attention needs them: `num_new` tokens from `start` on.
-
-    `ScheduledSequence` describes it in full.
-    """
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def new_tokens(self) -> Sequence[int]: ...
-    @property
-    def num_new(self) -> int: ...
-    @property
-    def is_decoding(self) -> bool: ...
-    @property
-    def sequence(self) -> Blocks: ...
+from model.engine.step_plan import ScheduledSequence
 
 
 class BlockTable(NamedTuple):
-    """`Blocks` that no scheduler has made."""
+    """The blocks of the cache that hold the tokens of a sequence, and the number of its tokens."""
 
     blocks: list[int]
     length: int
@@ -47,16 +22,19 @@ class BlockTable(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTokens:
-    """A `PlannedSequence` that no scheduler has made."""
+    """What attention needs of a `ScheduledSequence`, where no scheduler has made one."""
 
     start: int
     new_tokens: Sequence[int]
     is_decoding: bool
-    sequence: Blocks
+    sequence: BlockTable
 
     @property
     def num_new(self) -> int:
         return len(self.new_tokens)
+
+
+PlannedSequence = ScheduledSequence | StepTokens
 
 
 class StepAttention(Protocol):

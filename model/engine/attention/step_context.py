@@ -14,8 +14,9 @@ from model.engine.attention.varlen import VarlenBackend, find_kernel
 from model.engine.cache import PagedCache
 from model.errors import InvalidField
 from model.network.attention import trace_attention
-from model.ops.interface import Backend, NetworkOps
+from model.ops.interface import Backend
 from model.ops.torch_attention import CausalMask
+from model.ops.torch_ops import NetworkOps
 from model.tracing.tap import Probe, SequenceTap
 
 TRACED = ("scores", "attn_scores", "pattern")  # the stages that no kernel materializes
@@ -75,9 +76,6 @@ class StepContext:
         )
         if changed is not own:
             z[:, tap.tokens] = changed
-
-    def finish(self) -> None:
-        """Nothing to do: the scheduler counts the computed tokens."""
 
 
 class RecordedStepContext(StepContext):

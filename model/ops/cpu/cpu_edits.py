@@ -10,42 +10,32 @@ from model.ops.cpu.constants import EDIT_KINDS
 from model.ops.cpu.cpu_summaries import write_distribution
 from model.ops.cpu.launch import call, call_brief, empty
 from model.ops.cpu.layout import DTYPES, NUMBERS_PER_TASK, merge_outer_dims, num_tasks
-from model.ops.cpu.shared_layout import Argument, Kernel, Layout, check_layout, need_kernels
-from model.ops.row_edits import EditSeries, RowEdit, RowEdits, edit_rows
+from model.ops.cpu.shared_layout import Argument, Kernel, Layout, load_checked, need_kernels
+from model.ops.row_edits import EditSeries, RowEdit, RowEdits
+from model.ops.torch_ops import NetworkOps
 
 BRIEF = 16384  # the numbers that one thread edits in a few microseconds
-ROW_EDIT = Layout(  # a struct that Python writes itself
-    {
-        "heads": "address",
-        "vectors": "address",
-        "num_heads": "integer",
-        "vector_stride": "integer",
-        "head_stride": "integer",
-        "is_per_number": "integer",
-        "kind": "integer",
-        "first": "number",
-        "second": "number",
-    }
-)
 
 
-class CpuEdits:
+class CpuEdits(NetworkOps):
     """The operations of `NetworkOps` that only edits need, for stages of float32 and bfloat16."""
 
     def __init__(self) -> None:
         """Raises `MissingKernel` if this CPU has none."""
-        check_layout("edits", "row_edit", ROW_EDIT)
         self._edit_kernels = {
             dtype: need_kernels("edits", dtype, "copy_rows", "edit_rows", "apply_pattern")
             | need_kernels("statistics", dtype, "distribution")
             for dtype in DTYPES
         }
+        library = load_checked("edits")
+        assert library is not None, "it has kernels"
+        self._row_edit = Layout.read(library, "row_edit")
         self._tables: WeakKeyDictionary[EditSeries, bytes] = WeakKeyDictionary()
 
     def edit_rows(self, x: Tensor, edited: Sequence[RowEdits]) -> Tensor:
         kernels = self._edit_kernels.get(x.dtype)
         if kernels is None:
-            return edit_rows(x, edited)
+            return super().edit_rows(x, edited)
         out, num_rows = empty(x.shape, x.dtype), x.shape[0] * x.shape[1]
         x, stride = merge_outer_dims(x, x.dim() - 2)
         size = out.numel() // num_rows
@@ -59,7 +49,7 @@ class CpuEdits:
         """Edit rows of x (T, D) or (T, H, D), which is contiguous."""
         series, num_rows = edited.series, edited.rows.numel()
         if series not in self._tables:
-            self._tables[series] = b"".join(map(_pack, series.edits))
+            self._tables[series] = b"".join(_pack(edit, self._row_edit) for edit in series.edits)
         arguments: dict[str, Argument] = {
             "x": x,
             "rows": edited.rows,
@@ -103,14 +93,14 @@ class CpuEdits:
         return out
 
 
-def _pack(edit: RowEdit) -> bytes:
+def _pack(edit: RowEdit, layout: Layout) -> bytes:
     """The struct of an edit."""
     vectors, vector_stride, head_stride = edit.vectors, 0, 0
     if vectors is not None:
         assert vectors.dtype == torch.float32
         assert vectors.stride(-1) == 1 or vectors.shape[-1] == 1
         vector_stride, head_stride = (vectors.stride(dim) if vectors.shape[dim] > 1 else 0 for dim in (0, 1))
-    return ROW_EDIT.pack(
+    return layout.pack(
         {
             "heads": edit.heads,
             "vectors": vectors,

@@ -22,10 +22,9 @@ from model.ops.cpu.layout import DTYPES, merge_outer_dims, num_tasks
 from model.ops.cpu.packed_linear import pack_linear
 from model.ops.cpu.paged_attention import PagedAttention, PagedRead
 from model.ops.cpu.shared_layout import Kernel, MissingKernel, need_kernels
-from model.ops.interface import Backend, NetworkOps, NormRule, Rotation
+from model.ops.interface import Backend, NormRule, Rotation
 from model.ops.stored_weights import Weight
 from model.ops.torch_attention import CausalMask, ScoreRule
-from model.ops.torch_ops import TORCH
 from model.ops.weight_formats import Format
 
 
@@ -57,12 +56,11 @@ class CpuNetworkOps(CpuEdits):
         self._kernels = kernels
         self._paged_attention = paged_attention
         self.batch_invariant = paged_attention is not None  # without it, PyTorch computes attention
-        self._torch: NetworkOps = TORCH.ops
 
     def linear(
         self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, format: Format | None = None
     ) -> nn.Module:
-        return pack_linear(weight, bias, dtype, format) or self._torch.linear(weight, bias, dtype, format)
+        return pack_linear(weight, bias, dtype, format) or super().linear(weight, bias, dtype, format)
 
     def embed(self, table: Tensor, index: Tensor) -> Tensor:
         # PyTorch may not compute anything during a recording. Callers record only ids that are known to be valid.
@@ -246,7 +244,7 @@ class CpuNetworkOps(CpuEdits):
 
     def fused_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, rule: ScoreRule) -> Tensor:
         if self._paged_attention is None or mask is None:
-            return self._torch.fused_attention(q, k, v, mask, rule)
+            return super().fused_attention(q, k, v, mask, rule)
         (B, S, Hkv, D), T = k.shape, q.shape[1]
         # The keys of each row of the batch become one block of a paged cache. A block is longer than S if k is part
         # of a longer cache.
@@ -267,5 +265,5 @@ class CpuNetworkOps(CpuEdits):
         self, q: Tensor, k: Tensor, mask: CausalMask | None, rule: ScoreRule
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self._paged_attention is None or mask is None:
-            return self._torch.attention_scores(q, k, mask, rule)
+            return super().attention_scores(q, k, mask, rule)
         return self._paged_attention.attention_scores(q, k, mask, rule)

@@ -9,12 +9,12 @@ from model.ops.cpu.launch import call, empty
 from model.ops.cpu.layout import DTYPES
 from model.ops.cpu.shared_layout import Layout, check_layout, find_kernel, need_kernel
 from model.ops.interface import Argmax, Draw
-from model.ops.torch_ops import TORCH
+from model.ops.torch_ops import SamplingOps
 
 PARAMETERS = Layout(dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), "number"))  # of each draw
 
 
-class CpuSamplingOps:
+class CpuSamplingOps(SamplingOps):
     """`SamplingOps` for logits of `dtype`. Draws also take float32 logits, which penalties produce."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -26,7 +26,7 @@ class CpuSamplingOps:
 
     def argmax(self, logits: Tensor, masks: Tensor | None = None) -> Argmax:
         if logits.dtype != self._dtype:  # for example after penalties
-            return TORCH.sampling.argmax(logits, masks)
+            return super().argmax(logits, masks)
         N, size = logits.shape
         logits = logits.contiguous()
         values, indices = empty((N,), torch.float32), empty((N,), torch.int64)
@@ -46,7 +46,7 @@ class CpuSamplingOps:
     def draw(self, logits: Tensor, draws: Sequence[Draw], masks: Tensor | None = None) -> list[int]:
         kernel = self._draws.get(logits.dtype)
         if kernel is None:
-            return TORCH.sampling.draw(logits, draws, masks)
+            return super().draw(logits, draws, masks)
         logits, size = logits.contiguous(), logits.shape[-1]
         rows = torch.tensor([draw.row for draw in draws])
         parameters = torch.tensor(

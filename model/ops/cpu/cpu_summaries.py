@@ -10,12 +10,12 @@ from model.ops.cpu.shared_layout import Kernel, need_kernel
 from model.ops.cpu.trace_kernels import TraceKernels, decode_summaries
 from model.ops.interface import Top
 from model.ops.summary import Summary, summarize
-from model.ops.torch_ops import TORCH, check_count
+from model.ops.torch_ops import SummaryOps, check_count
 
 MAX_TOP = 64  # for more numbers per row, PyTorch's `topk` is faster
 
 
-class CpuSummaryOps:
+class CpuSummaryOps(SummaryOps):
     """`SummaryOps` for logits of one dtype, and for stages of float32 or bfloat16."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -32,7 +32,7 @@ class CpuSummaryOps:
     def top(self, logits: Tensor, count: int) -> Top:
         check_count(count, logits)  # the kernel does not check it
         if logits.dtype != self._dtype or count > MAX_TOP:
-            return TORCH.summaries.top(logits, count)
+            return super().top(logits, count)
         (num_rows, size), logits = logits.shape, logits.contiguous()
         values, indices = empty((num_rows, count), torch.float32), empty((num_rows, count), torch.int64)
         call(self._top, num_rows, x=logits, values=values, indices=indices, num_rows=num_rows, size=size, num_top=count)

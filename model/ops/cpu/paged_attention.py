@@ -91,37 +91,23 @@ class PagedAttention:
     ) -> None:
         """Copy k and v (N, Hkv, D) to the slots (N,) of keys and values (num_slots, Hkv, D), quantized if these are."""
         (k, k_stride), (v, v_stride) = merge_outer_dims(k, 2), merge_outer_dims(v, 2)
+        rows: dict[str, Argument] = {"slots": slots, "num_rows": slots.shape[0]}
+        rows |= {"k": k, "v": v, "k_stride": k_stride, "v_stride": v_stride}
         if isinstance(keys, Tensor):
             assert isinstance(values, Tensor)
-            return call(
-                self._kernels["write_rows"],
-                num_tasks(k),
-                k=k,
-                v=v,
-                keys=keys,
-                values=values,
-                slots=slots,
-                num_rows=slots.shape[0],
-                size=keys.shape[1] * keys.shape[2],
-                k_stride=k_stride,
-                v_stride=v_stride,
-            )
+            size = keys.shape[1] * keys.shape[2]
+            return call(self._kernels["write_rows"], num_tasks(k), **rows, keys=keys, values=values, size=size)
         assert not isinstance(values, Tensor)
         return call(
             self._kernels["write_quantized"],
             num_tasks(k),
-            k=k,
-            v=v,
+            **rows,
             keys=keys.integers,
             values=values.integers,
             key_magnitudes=keys.magnitudes,
             value_magnitudes=values.magnitudes,
-            slots=slots,
-            num_rows=slots.shape[0],
             num_heads=k.shape[1],
             D=k.shape[2],
-            k_stride=k_stride,
-            v_stride=v_stride,
         )
 
     def attend_blocks(
@@ -134,35 +120,21 @@ class PagedAttention:
         rule: ScoreRule,
     ) -> Tensor:
         """q (N, H, D) of the new tokens, keys and values (num_slots, Hkv, D) of one layer -> z (N, H, D)."""
-        keys, key_magnitudes = _parts(keys)
         values, value_magnitudes = _parts(values)
         out = empty(q.shape, q.dtype)
-        q, q_stride = merge_outer_dims(q, 2)
         num_sequences, max_blocks = read.blocks.shape
-        arguments: dict[str, Argument] = {
-            "q": q,
-            "keys": keys,
+        arguments = _query_arguments(q, keys, read.block_size, window, rule) | {
             "values": values,
             "z": out,
             "blocks": read.blocks,
             "cu_seqlens": read.cu_seqlens,
             "start": read.start,
             "partials": read.partials,
-            "key_magnitudes": key_magnitudes,
             "value_magnitudes": value_magnitudes,
             "num_sequences": num_sequences,
             "max_blocks": max_blocks,
-            "block_size": read.block_size,
             "max_chunks": 0 if read.partials is None else read.partials.shape[2],
-            "H": q.shape[1],
-            "Hkv": keys.shape[1],
-            "D": keys.shape[2],
-            "window": window or 0,
-            "q_stride": q_stride,
-            "k_stride": keys.stride(0),
             "v_stride": values.stride(0),
-            "scale": rule.scale,
-            "softcap": rule.softcap or 0.0,
         }
         call(self._kernels["attention"], most_tasks(), **arguments)
         if read.partials is not None:
@@ -214,32 +186,39 @@ class PagedAttention:
         rule: ScoreRule,
     ) -> None:
         """Write the scores, masked scores and pattern of one sequence, whose new tokens are q (N, H, D)."""
-        N, H, D = q.shape
-        q, q_stride = merge_outer_dims(q, 2)
         scores, masked, pattern = outputs
-        keys, key_magnitudes = _parts(keys)
         call(
             self._kernels["attention_scores"],
             most_tasks(),
-            q=q,
-            keys=keys,
+            **_query_arguments(q, keys, read.block_size, window, rule),
             blocks=read.blocks[sequence],
             start=read.start[sequence],
-            key_magnitudes=key_magnitudes,
             scores=scores,
             masked=masked,
             pattern=pattern,
-            N=N,
-            block_size=read.block_size,
-            H=H,
-            Hkv=keys.shape[1],
-            D=D,
-            window=window or 0,
-            q_stride=q_stride,
-            k_stride=keys.stride(0),
-            scale=rule.scale,
-            softcap=rule.softcap or 0.0,
+            N=q.shape[0],
         )
+
+
+def _query_arguments(
+    q: Tensor, keys: Tensor | QuantizedRows, block_size: int, window: int | None, rule: ScoreRule
+) -> dict[str, Argument]:
+    """What all kernels of attention need to know of q (N, H, D), of the keys and of the scores."""
+    (q, q_stride), (keys, key_magnitudes) = merge_outer_dims(q, 2), _parts(keys)
+    return {
+        "q": q,
+        "keys": keys,
+        "key_magnitudes": key_magnitudes,
+        "block_size": block_size,
+        "H": q.shape[1],
+        "Hkv": keys.shape[1],
+        "D": keys.shape[2],
+        "window": window or 0,
+        "q_stride": q_stride,
+        "k_stride": keys.stride(0),
+        "scale": rule.scale,
+        "softcap": rule.softcap or 0.0,
+    }
 
 
 def _parts(rows: Tensor | QuantizedRows) -> tuple[Tensor, Tensor | None]:

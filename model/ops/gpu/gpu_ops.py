@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from model.config import Activation
 from model.ops.cpu.layout import merge_outer_dims
 from model.ops.interface import Argmax, NormRule, Rotation
-from model.ops.torch_ops import TorchNetworkOps, TorchSamplingOps
+from model.ops.torch_ops import NetworkOps, SamplingOps
 from model.ops.torch_sampling import apply_masks
 
 MAX_ROW = 1 << 14  # numbers that a program holds at a time
@@ -57,7 +57,7 @@ class GpuLinear(nn.Linear):
         return out
 
 
-class GpuSamplingOps(TorchSamplingOps):
+class GpuSamplingOps(SamplingOps):
     """`SamplingOps` on a GPU."""
 
     def __init__(self, kernels: Any) -> None:
@@ -81,7 +81,7 @@ class GpuSamplingOps(TorchSamplingOps):
         return found
 
 
-class GpuNetworkOps(TorchNetworkOps):
+class GpuNetworkOps(NetworkOps):
     """`NetworkOps` on a GPU. `kernels` is the module of Triton kernels."""
 
     def __init__(self, kernels: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from model.ops.cpu.trace_kernels import STATISTICS, GatherCopy
 from model.ops.interface import Top
 from model.ops.summary import Summary, summarize
-from model.ops.torch_ops import TorchSummaryOps, check_count
+from model.ops.torch_ops import SummaryOps, check_count
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUM_STATISTICS = len(STATISTICS.fields)
@@ -131,7 +131,7 @@ def combine(parts: np.ndarray, sizes: np.ndarray) -> Summary:
     return Summary(float(low.min()), float(high.max()), float(whole), deviation, math.sqrt((norm**2).sum()), missing)
 
 
-class GpuSummaryOps(TorchSummaryOps):
+class GpuSummaryOps(SummaryOps):
     """`SummaryOps` on a GPU: all tensors of a dtype are summarized at once."""
 
     def __init__(self, kernels: GpuTraceKernels) -> None:

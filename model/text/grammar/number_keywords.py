@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 from model.errors import shortened
 from model.text.grammar.limits import InvalidGrammar
@@ -12,33 +12,28 @@ from model.text.grammar.number_regex import Bound
 
 Plains = Sequence[Mapping[str, Any]]
 """Plain schemas that a number satisfies together."""
+End = Literal["minimum", "maximum"]
 MAX_DIVISOR = 90_000  # of multipleOf, without its decimal point; takes up to 0.7 s, growing with its square
 HUGE = Decimal(10) ** 30  # texts have fewer digits
 
 
-def lower_bound(plains: Plains) -> Bound | None:
-    """The lowest number, as `minimum` and `exclusiveMinimum` say."""
-    bounds = _bounds(plains, "minimum", "exclusiveMinimum")
-    bounds = [_rounded(bound, "ROUND_CEILING") for bound in bounds if bound.value > -HUGE]
-    if any(bound.value > HUGE for bound in bounds):
-        raise InvalidGrammar("is too complex: a minimum has more than 30 digits")
-    return max(bounds, key=lambda bound: (bound.value, bound.is_strict), default=None)
+def narrowest(plains: Plains, end: End) -> Bound | None:
+    """The lowest number, as `minimum` and `exclusiveMinimum` say, or the highest one, likewise."""
 
+    def inward(bound: Bound) -> Decimal:  # no product: it would be rounded to 28 digits
+        return bound.value if end == "minimum" else bound.value.copy_negate()
 
-def upper_bound(plains: Plains) -> Bound | None:
-    """The highest number, as `maximum` and `exclusiveMaximum` say."""
-    bounds = _bounds(plains, "maximum", "exclusiveMaximum")
-    bounds = [_rounded(bound, "ROUND_FLOOR") for bound in bounds if bound.value < HUGE]
-    if any(bound.value < -HUGE for bound in bounds):
-        raise InvalidGrammar("is too complex: a maximum has more than 30 digits")
-    return min(bounds, key=lambda bound: (bound.value, not bound.is_strict), default=None)
+    direction = "ROUND_CEILING" if end == "minimum" else "ROUND_FLOOR"
+    bounds = [_rounded(bound, direction) for bound in _bounds(plains, end) if inward(bound) > -HUGE]
+    if any(inward(bound) > HUGE for bound in bounds):
+        raise InvalidGrammar(f"is too complex: a {end} has more than 30 digits")
+    return max(bounds, key=lambda bound: (inward(bound), bound.is_strict), default=None)
 
 
 def within(plain: Mapping[str, Any], value: float) -> bool:
     """Whether a number satisfies the keywords for numbers."""
     number, divisor = Decimal(str(value)), plain.get("multipleOf")
-    lower = _bounds([plain], "minimum", "exclusiveMinimum")
-    upper = _bounds([plain], "maximum", "exclusiveMaximum")
+    lower, upper = _bounds([plain], "minimum"), _bounds([plain], "maximum")
     return (
         all(bound.value < number or (bound.value == number and not bound.is_strict) for bound in lower)
         and all(number < bound.value or (bound.value == number and not bound.is_strict) for bound in upper)
@@ -46,13 +41,13 @@ def within(plain: Mapping[str, Any], value: float) -> bool:
     )
 
 
-def _bounds(plains: Plains, name: str, strict_name: str) -> list[Bound]:
+def _bounds(plains: Plains, end: End) -> list[Bound]:
     """The bounds as the schemas write them, without the rounding of binary numbers."""
     bounds = []
     for plain in plains:
-        strict = plain.get(strict_name, False)
-        if name in plain:
-            bounds.append(Bound(Decimal(str(plain[name])), strict is True))
+        strict = plain.get(f"exclusive{end.capitalize()}", False)
+        if end in plain:
+            bounds.append(Bound(Decimal(str(plain[end])), strict is True))
         if not isinstance(strict, bool):
             bounds.append(Bound(Decimal(str(strict)), True))
     return bounds

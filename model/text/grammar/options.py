@@ -10,7 +10,7 @@ from typing import Any
 from model.text.grammar.contains import Search
 from model.text.grammar.formats import FORMATS, HTTP_URL
 from model.text.grammar.limits import InvalidGrammar
-from model.text.grammar.number_keywords import common_multiple, lower_bound, upper_bound
+from model.text.grammar.number_keywords import common_multiple, narrowest
 from model.text.grammar.number_regex import number_regex
 from model.text.grammar.patterns import check_pattern, content_terminal, is_empty, needs_terminal, schema_error
 from model.text.grammar.rules import (
@@ -74,7 +74,7 @@ class OptionReader:
         return options
 
     def _number(self, way: Way) -> Option | None:
-        low, high, integer = lower_bound(way), upper_bound(way), is_integer(way)
+        low, high, integer = narrowest(way, "minimum"), narrowest(way, "maximum"), is_integer(way)
         divisor = common_multiple(way)
         places = None
         if divisor is not None and (integer or divisor.denominator == 1):

@@ -11,9 +11,8 @@ from itertools import chain, groupby
 import torch
 from torch import Tensor
 
-from model.ops.interface import NetworkOps
 from model.ops.row_edits import EditSeries, RowEdit, RowEdits
-from model.ops.torch_ops import TORCH
+from model.ops.torch_ops import TORCH, NetworkOps
 from model.tracing.edits.bound_edit import BoundEdit, EditGroup, digest_parts
 from model.tracing.edits.conditions import Condition, ConditionState, StageThreshold
 from model.tracing.edits.edit_tap import EditTap, LateEdit, PassEdit, ReadRows

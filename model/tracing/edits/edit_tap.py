@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.ops.interface import NetworkOps
 from model.ops.row_edits import RowEdit, RowEdits, apply_rule, vectors_of, widen
+from model.ops.torch_attention import visible_keys
+from model.ops.torch_ops import NetworkOps
 from model.tracing.pauses import pause
 
 
@@ -78,13 +79,10 @@ def _edit_keys(out: Tensor, key_edit: KeyEdit) -> None:
     """Apply an edit to a stage (B, H, T, S), in place."""
     device, num_keys, edit = out.device, out.shape[-1], key_edit.edit
     heads = torch.arange(out.shape[1], device=device) if edit.heads is None else edit.heads.to(device)
-    rows, queries = key_edit.rows.to(device), key_edit.queries.to(device)[:, None]
-    positions = torch.arange(num_keys, device=device)
-    visible = positions <= queries  # (N, S)
-    if key_edit.window is not None:
-        visible &= positions > queries - key_edit.window
+    rows = key_edit.rows.to(device)
+    visible = visible_keys(key_edit.queries.to(device), num_keys, key_edit.window)  # (N, S)
     if key_edit.keys is not None:
-        visible &= torch.isin(positions, key_edit.keys.to(device))
+        visible &= torch.isin(torch.arange(num_keys, device=device), key_edit.keys.to(device))
     old = out[:, heads[:, None], rows]  # (B, h, N, S)
     wide = widen(old)
     v = vectors_of(edit, key_edit.vector_indices, wide)

@@ -31,7 +31,7 @@ async def answer_direct(body: DirectRequest, question: Question) -> Response:
     if question.state.float_network is not None:
 
         def job(copied: Copied) -> dict[str, Any]:
-            found = direct_attribution(copied.model, question.ids, target, copied.adapter, copied.edits[0])
+            found = direct_attribution(copied.network, question.ids, target, copied.edits[0])
             return direct_fields(question, target, found)
 
         return await answer_gradients(
@@ -44,11 +44,10 @@ async def answer_direct(body: DirectRequest, question: Question) -> Response:
     (bound,) = await question.bind(edits)
 
     def run(waited: float) -> PassAnswer:
-        began = time.perf_counter()
-        model = question.checkpoint.model
-        found = direct_attribution(model, question.ids, target, question.served_adapter, bound)
+        began, network = time.perf_counter(), question.network
+        found = direct_attribution(network, question.ids, target, bound)
         seconds = time.perf_counter() - began
-        head = question.head(results.DirectAttribution, model.embed.weight.dtype, waited, seconds, edits[0])
+        head = question.head(results.DirectAttribution, network.model.embed.weight.dtype, waited, seconds, edits[0])
         return PassAnswer(results.DirectAttribution(**head, **direct_fields(question, target, found)), {})
 
     answers = [PendingAnswer.alone(len(question.ids), run)]

@@ -13,9 +13,8 @@ from fastapi import Response
 
 from forwardscope.results.attributions import Attribution, method_of
 from model.analysis.attribution.gradients import gradient_bytes
-from model.network.adapters import Adapter
 from model.network.float_copy import FloatNetwork
-from model.network.transformer import Transformer
+from model.network.joint_passes import AdaptedNetwork
 from model.tracing.edits import BoundEdits
 from model.tracing.pauses import pause
 from model.tracing.stages import sizes_of
@@ -34,10 +33,9 @@ NEEDS_WHOLE_WEIGHTS = (
 
 @dataclass(frozen=True)
 class Copied:
-    """The copy of the network that a job uses, and of the adapter of its request, and the edits of its passes."""
+    """The copy of the network that a job uses, with the adapter of its request, and the edits of its passes."""
 
-    model: Transformer
-    adapter: Adapter | None
+    network: AdaptedNetwork
     edits: Sequence[BoundEdits | None]  # of each prompt
 
 
@@ -92,7 +90,7 @@ async def answer_gradients(
 
     def run() -> bytes:
         began = time.perf_counter()
-        copied = Copied(network.copy, network.adapter(question.adapter), bound)
+        copied = Copied(AdaptedNetwork(network.copy, network.adapter(question.adapter)), bound)
         pause()
         with torch.no_grad():
             fields = job(copied)

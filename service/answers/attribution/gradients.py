@@ -51,9 +51,7 @@ async def answer_gradient(body: GradientRequest, question: Question) -> Response
     num_values = sum(math.prod(selection.shape(stage, sizes)) for stage in selection.stages)
 
     def job(copied: Copied) -> dict[str, Any]:
-        found = compute_gradients(
-            copied.model, question.ids, target, selection.stages, adapter=copied.adapter, edits=copied.edits[0]
-        )
+        found = compute_gradients(copied.network, question.ids, target, selection.stages, copied.edits[0])
         collector = StageCollector(selection, sizes)
         kept = [collector(stage, found.gradients[stage.name]) for stage in selection.stages]
         collector.finish()
@@ -88,19 +86,13 @@ async def answer_integrated_gradients(body: IntegratedGradientsRequest, question
 
     def baseline(copied: Copied) -> Tensor:
         if baseline_ids is not None:
-            return embeddings_of(copied.model, baseline_ids)
-        mean = mean_embedding(copied.model)
+            return embeddings_of(copied.network.model, baseline_ids)
+        mean = mean_embedding(copied.network.model)
         return mean if body.baseline == "mean" else torch.zeros_like(mean)
 
     def job(copied: Copied) -> dict[str, Any]:
         run = IntegratedGradientsRun(
-            copied.model,
-            question.ids,
-            target,
-            baseline(copied),
-            body.steps,
-            adapter=copied.adapter,
-            edits=copied.edits[0],
+            copied.network, question.ids, target, baseline(copied), body.steps, copied.edits[0]
         )
         for index in range(body.steps):
             pause()
@@ -138,12 +130,11 @@ async def answer_attribution_patching(body: AttributionPatchingRequest, question
     def job(copied: Copied) -> dict[str, Any]:
         clean_edits, corrupted_edits = copied.edits
         found = attribution_patching(
-            copied.model,
+            copied.network,
             question.ids,
             corrupted,
             target,
             selection.stages,
-            adapter=copied.adapter,
             clean_edits=clean_edits,
             corrupted_edits=corrupted_edits,
         )

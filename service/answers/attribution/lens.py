@@ -84,13 +84,12 @@ async def answer_lens(body: LogitLensRequest, question: Question) -> Response:
     budget.check(state)  # before the passes of sources
     (bound,) = await question.bind(edits)
     run = LensRun(
-        checkpoint.model,
+        question.network,
         question.ids,
         positions,
         body.top_k,
         token=token,
         translators=None if body.lens == "plain" else state.translators,
-        adapter=question.served_adapter,
         edits=bound,
     )
     answer = LensAnswer(run, question, positions, token, edits)

@@ -14,7 +14,7 @@ from forwardscope.results.stages import Token
 from model.analysis.attribution.gradients import differentiable_stages
 from model.analysis.attribution.target import LogitTarget, LossTarget, StageTarget, Target
 from model.errors import InvalidField, shortened
-from model.network.adapters import Adapter
+from model.network.joint_passes import AdaptedNetwork
 from model.tracing.edits import BoundEdits, EditPlan
 from model.tracing.edits.operands import read_row
 from model.tracing.stages import Stage, UnknownStage, select_rows, sizes_of
@@ -42,9 +42,10 @@ class Question(ModelCall):
     ids: Sequence[int]
 
     @property
-    def served_adapter(self) -> Adapter | None:
-        """The adapter of the served network."""
-        return None if self.adapter is None else self.checkpoint.adapters[self.adapter]
+    def network(self) -> AdaptedNetwork:
+        """The served network with the adapter of the request."""
+        adapter = None if self.adapter is None else self.checkpoint.adapters[self.adapter]
+        return AdaptedNetwork(self.checkpoint.model, adapter)
 
     async def plan_edits(self, edits: Sequence[Edit], *prompts: Sequence[int]) -> Plans:
         """Check the edits of the passes that are explained for each of their prompts."""

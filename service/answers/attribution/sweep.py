@@ -140,25 +140,24 @@ class SweepRun:
 
     async def _patcher(self) -> Patcher:
         """Run the passes that give the patches their values."""
-        plan, model = self._plan, self._plan.question.checkpoint.model
-        sweep, clean_ids, adapter = plan.sweep, plan.question.ids, plan.question.served_adapter
+        plan, config = self._plan, self._plan.question.checkpoint.model.config
+        sweep, clean_ids, network = plan.sweep, plan.question.ids, plan.question.network
         clean_edits, corrupted_edits = self._edits
         frozen: dict[str, Tensor] = {}
-        kept = await self._run(lambda: stage_values(model, clean_ids, sweep.stages, adapter, clean_edits))
+        kept = await self._run(lambda: stage_values(network, clean_ids, sweep.stages, clean_edits))
         if sweep.receivers:
-            stages = frozen_stages(model.config, sweep.receivers)
-            frozen = await self._run(lambda: stage_values(model, plan.corrupted, stages, adapter, corrupted_edits))
-        return Patcher(sweep, model.config, clean_ids, kept, frozen, corrupted_edits)
+            stages = frozen_stages(config, sweep.receivers)
+            frozen = await self._run(lambda: stage_values(network, plan.corrupted, stages, corrupted_edits))
+        return Patcher(sweep, config, clean_ids, kept, frozen, corrupted_edits)
 
     async def _patches(self, patcher: Patcher, cells: Sequence[Cell]) -> list[BoundEdits]:
         """The edits of some cells. With receivers, each needs a pass on the network's thread."""
-        plan, model = self._plan, self._plan.question.checkpoint.model
+        plan, network = self._plan, self._plan.question.network
         if not plan.sweep.receivers:
             run = self._state.worker.executors.run_uncounted
             return await run("text", lambda: [patcher.edits(cell, plan.corrupted) for cell in cells])
-        adapter = plan.question.served_adapter
         self._state.metrics.note_prompt_tokens(len(cells) * len(plan.corrupted))
-        jobs = [partial(patcher.path_edits, cell, plan.corrupted, model, adapter) for cell in cells]
+        jobs = [partial(patcher.path_edits, cell, plan.corrupted, network) for cell in cells]
         return [await self._run(job) for job in jobs]
 
     async def _run(self, job: Callable[[], Result]) -> Result:

@@ -68,57 +68,50 @@ struct GroupScale {
     Floats of_part(int) const { return scale; }
 };
 
-// A float16 scale and a float16 minimum for each output and group: [group][2][16].
-struct GroupScaleAndMinimum {
+// What all kinds with a scale and a minimum of each group have.
+struct ScaleAndMinimum {
     static constexpr bool HAS_MINIMUM = true;
     static constexpr int PARTS = 1;
-
-    static long bytes(long num_groups) { return num_groups * WIDTH * 4; }
-    static GroupScaleAndMinimum load(const uint8_t* tile, long group) {
-        const uint16_t* const at_group = (const uint16_t*)tile + group * 2 * WIDTH;
-        return {load_float16(at_group), load_float16(at_group + WIDTH)};
-    }
 
     Floats scale, minimum;
     Floats of_part(int) const { return scale; }
 };
 
+// A float16 scale and a float16 minimum for each output and group: [group][2][16].
+struct GroupScaleAndMinimum : ScaleAndMinimum {
+    static long bytes(long num_groups) { return num_groups * WIDTH * 4; }
+    static GroupScaleAndMinimum load(const uint8_t* tile, long group) {
+        const uint16_t* const at_group = (const uint16_t*)tile + group * 2 * WIDTH;
+        return {{load_float16(at_group), load_float16(at_group + WIDTH)}};
+    }
+};
+
 // For each output and supergroup, float16 factors of scales and of minimums; for each group, a scale and a minimum as
 // bytes: [supergroup]{[2][16] float16, [8][2][16] bytes}.
-struct ByteScaleAndMinimum {
-    static constexpr bool HAS_MINIMUM = true;
-    static constexpr int PARTS = 1;
+struct ByteScaleAndMinimum : ScaleAndMinimum {
     static constexpr long SUPERGROUP_BYTES = 2 * WIDTH * 2 + SUPERGROUP * 2 * WIDTH;
 
     static long bytes(long num_groups) { return num_groups / SUPERGROUP * SUPERGROUP_BYTES; }
     static ByteScaleAndMinimum load(const uint8_t* tile, long group) {
         const uint8_t* const factors = tile + group / SUPERGROUP * SUPERGROUP_BYTES;
         const uint8_t* const scales = factors + 2 * WIDTH * 2 + group % SUPERGROUP * 2 * WIDTH;
-        return {load_float16((const uint16_t*)factors) * to_floats(load_uint8(scales)),
-                load_float16((const uint16_t*)factors + WIDTH) * to_floats(load_uint8(scales + WIDTH))};
+        return {{load_float16((const uint16_t*)factors) * to_floats(load_uint8(scales)),
+                 load_float16((const uint16_t*)factors + WIDTH) * to_floats(load_uint8(scales + WIDTH))}};
     }
-
-    Floats scale, minimum;
-    Floats of_part(int) const { return scale; }
 };
 
 // For each output, float16 factors of all its scales and of all its minimums; for each group, a scale and a minimum as
 // bytes: {[2][16] float16, [group][2][16] bytes}.
-struct RowScaleAndMinimum {
-    static constexpr bool HAS_MINIMUM = true;
-    static constexpr int PARTS = 1;
+struct RowScaleAndMinimum : ScaleAndMinimum {
     static constexpr long FACTOR_BYTES = 2 * WIDTH * 2;
 
     static long bytes(long num_groups) { return FACTOR_BYTES + num_groups * 2 * WIDTH; }
     static RowScaleAndMinimum load(const uint8_t* tile, long group) {
         const uint16_t* const factors = (const uint16_t*)tile;
         const uint8_t* const scales = tile + FACTOR_BYTES + group * 2 * WIDTH;
-        return {load_float16(factors) * to_floats(load_uint8(scales)),
-                load_float16(factors + WIDTH) * to_floats(load_uint8(scales + WIDTH))};
+        return {{load_float16(factors) * to_floats(load_uint8(scales)),
+                 load_float16(factors + WIDTH) * to_floats(load_uint8(scales + WIDTH))}};
     }
-
-    Floats scale, minimum;
-    Floats of_part(int) const { return scale; }
 };
 
 // For each output and supergroup, a float16 factor; for each half of a group, a scale as a signed byte:
