@@ -40,13 +40,27 @@ WriteError = Callable[[dict[str, Any]], bytes]
 """Encodes the event of an error, from the body of an error answer with the `id` of the generation."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ChoiceOutput:
-    """The output of one step for one choice. `index` numbers the choices of all prompts, in prompt order."""
+    """The output of one step for one choice, or of all its steps together.
+
+    `index` numbers the choices of all prompts, in prompt order. `traces` are the JSON of `StepTrace`s; None: there are
+    none. `last` is the output of the engine, and of several steps that of the last one.
+    """
 
     index: int
-    result: Output
-    trace: orjson.Fragment | None
+    prompt_tokens: list[TokenOutput]
+    tokens: list[TokenOutput]
+    traces: list[orjson.Fragment] | None
+    last: Output
+
+    def add(self, later: "ChoiceOutput") -> None:
+        """Add the output of the next step."""
+        self.prompt_tokens += later.prompt_tokens
+        self.tokens += later.tokens
+        if self.traces is not None:
+            self.traces += later.traces or ()
+        self.last = later.last
 
 
 class Generation:
@@ -129,7 +143,7 @@ class Generation:
         self._num_generated[index] = output.num_generated
         if output.end is not None and output.choice == 0:
             self.num_cached += output.num_cached
-        return ChoiceOutput(index, output, trace)
+        return ChoiceOutput(index, output.prompt_tokens, output.tokens, None if trace is None else [trace], output)
 
     async def _encode_trace(self, output: Output) -> orjson.Fragment | None:
         trace = output.trace
@@ -151,15 +165,16 @@ class Generation:
         await self.call.give_way(seconds, num_own=1)  # others wait for Python while a trace is encoded
         return orjson.Fragment(content)
 
-    async def collect(self) -> list["Choice"]:
-        """Wait until every choice has ended. Raises 500 if one of them fails, or 400 if the request is the reason."""
-        choices = [Choice(index) for index in range(self.num_choices)]
+    async def collect(self) -> list[ChoiceOutput]:
+        """Wait for all of every choice. Raises 500 if one of them fails, or 400 if the request is the reason."""
+        choices: dict[int, ChoiceOutput] = {}
         async for outputs in self.batches():
             for output in outputs:
-                if output.result.error is not None:
-                    raise generation_error(output.result.error)
-                choices[output.index].add(output)
-        return choices
+                if output.last.error is not None:
+                    raise generation_error(output.last.error)
+                whole = ChoiceOutput(output.index, [], [], [] if self.is_traced else None, output.last)
+                choices.setdefault(output.index, whole).add(output)
+        return [choices[index] for index in range(self.num_choices)]
 
     async def encode(self, write: Callable[[], Any]) -> bytes:
         """Encode the whole answer that `write` makes, and count its bytes in place of the reserved ones.
@@ -170,7 +185,7 @@ class Generation:
         self.call.reservation.count(len(content) - self._reserved)
         return content
 
-    async def respond(self, describe: Callable[[list["Choice"]], Any]) -> Response:
+    async def respond(self, describe: Callable[[list[ChoiceOutput]], Any]) -> Response:
         """Wait until every choice has ended, and respond with what `describe` makes of the choices."""
 
         async def answer() -> bytes:
@@ -201,9 +216,9 @@ class Generation:
         """
 
         def events_of(output: ChoiceOutput) -> bytes:
-            if output.result.error is None:
+            if output.last.error is None:
                 return b"".join(write(output))
-            content = error_content(notes, generation_error(output.result.error))
+            content = error_content(notes, generation_error(output.last.error))
             return write_error({"id": self.id, "choice": output.index} | content)
 
         notes = self.call.notes
@@ -252,26 +267,3 @@ async def start_generation(inputs: Inputs) -> Generation:
     plan = await plan_generation(inputs)
     inputs.call.reservation.reserve(plan.reserved_bytes)
     return Generation(plan, inputs, inputs.call.state.worker.admit(plan.requests, inputs.call.arrived))
-
-
-class Choice:
-    """Collects the outputs of one choice for an answer that is not streamed."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.prompt_tokens: list[TokenOutput] = []
-        self.tokens: list[TokenOutput] = []
-        self.traces: list[orjson.Fragment] = []
-        self.last: Output | None = None
-
-    def add(self, output: ChoiceOutput) -> None:
-        self.prompt_tokens += output.result.prompt_tokens
-        self.tokens += output.result.tokens
-        if output.trace is not None:
-            self.traces.append(output.trace)
-        if output.result.end is not None:
-            self.last = output.result
-
-    @property
-    def text(self) -> str:
-        return "".join(token.text for token in (*self.prompt_tokens, *self.tokens))

@@ -39,7 +39,7 @@ from forwardscope.results.responses import (
 from model.text.transcript import TokenOutput
 from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
-from service.answers.generation import Choice
+from service.answers.generation import ChoiceOutput
 from service.answers.openai_answers import TokenStrings
 from service.http.encoding import open_json, to_json
 from service.http.openai_schemas import Nullable
@@ -187,13 +187,13 @@ class ResponseWriter:
         response = self._response("failed", error=ResponseError(code, error["message"]))
         return self._event(ResponseEvent, type="response.failed", response=response)
 
-    def answer(self, choice: Choice) -> ModelResponse:
+    def answer(self, choice: ChoiceOutput) -> ModelResponse:
         """The whole response, of a choice that has ended."""
-        whole = self._stream.read_tokens(choice) if self.has_logprobs else [self._stream.read_whole(choice)]
+        whole = self._stream.read_each(choice) if self.has_logprobs else [self._stream.read(choice)]
         for output in whole:
             for _ in self.events(output):
                 pass
-        return self._whole(trace=choice.traces if self._generation.is_traced else None)
+        return self._whole(trace=choice.traces)
 
     def _whole(self, **fields: Any) -> ModelResponse:
         """The response when all of its output has been written."""

@@ -37,7 +37,7 @@ from service.answers.call import ModelCall, model_call
 from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning, block_key, join_pieces
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
 from service.answers.chats import BYTES_PER_CHECK, count_prompt, start_chat
-from service.answers.generation import Choice
+from service.answers.generation import ChoiceOutput
 from service.answers.openai_answers import ChunkTemplate
 from service.http.anthropic_schemas import ConversationRequest, CountTokensRequest, MessagesRequest
 from service.http.bodies import JsonRoute
@@ -102,9 +102,9 @@ class Writer:
         self._key: object = None  # of the open block
         self._text_delta = ChunkTemplate(lambda text: b"")  # of the open block
 
-    def answer(self, choices: list[Choice]) -> AssistantMessage:
+    def answer(self, choices: list[ChoiceOutput]) -> AssistantMessage:
         (choice,) = choices
-        output = self._stream.read_whole(choice)
+        output = self._stream.read(choice)
         assert output.end is not None
         return self._message(
             content=[whole_block(*block) for block in join_pieces(output.pieces)],

@@ -28,7 +28,7 @@ from service.answers.call import model_call
 from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning, join_pieces, text_of
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
 from service.answers.chats import start_chat
-from service.answers.generation import Choice
+from service.answers.generation import ChoiceOutput
 from service.answers.openai_answers import ChunkTemplate, OpenAIWriter, usage
 from service.http.bodies import JsonRoute
 from service.http.openai_schemas import ChatRequest
@@ -64,8 +64,8 @@ class Writer(OpenAIWriter):
         indices = range(body.n if has_plain_chunks else 0)
         self._templates = [ChunkTemplate(partial(self._text_chunk, index)) for index in indices]
 
-    def answer(self, choices: list[Choice]) -> ChatCompletion:
-        outputs = [self._stream.read_whole(choice) for choice in choices]
+    def answer(self, choices: list[ChoiceOutput]) -> ChatCompletion:
+        outputs = [self._stream.read(choice) for choice in choices]
         return ChatCompletion(
             **self._head,
             choices=[self._choice(output) for output in outputs],
