@@ -24,7 +24,6 @@ from model.text.sampling import NoFiniteMaximum
 from model.text.transcript import TokenOutput
 from service.answers.constraints import generation_error
 from service.answers.generation_plan import GenerationPlan, Inputs, plan_generation
-from service.answers.prompts import token_text
 from service.answers.request_phases import TraceTimes, add_generation
 from service.answers.step_trace_answers import trace_answer
 from service.http.disconnects import unless_disconnected
@@ -78,7 +77,7 @@ class Generation:
         self.num_cached = 0  # prompt tokens that other requests had computed
         self.model_name = call.adapter or call.checkpoint.name
         self._num_generated = [0] * self.num_choices  # tokens of each choice so far
-        self.text_of = partial(token_text, call.checkpoint)
+        self.text_of = call.checkpoint.text_of
         self._encoding: Encoding = "json" if inputs.body.trace is None else inputs.body.trace.encoding
         self._first_choice = {request.id: i * self.params.n for i, request in enumerate(plan.requests)}
         self._reserved = plan.reserved_bytes

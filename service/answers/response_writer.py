@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import orjson
 
+from forwardscope.results.openai import CompletionTokensDetails
 from forwardscope.results.responses import (
     ArgumentsDone,
     IncompleteDetails,
@@ -31,7 +32,6 @@ from forwardscope.results.responses import (
     ResponseError,
     ResponseEvent,
     ResponseInputDetails,
-    ResponseOutputDetails,
     ResponseUsage,
     TextDone,
     TraceEvent,
@@ -204,7 +204,7 @@ class ResponseWriter:
             input_tokens=num_input,
             input_tokens_details=ResponseInputDetails(num_cached, num_input - num_cached),
             output_tokens=num_output,
-            output_tokens_details=ResponseOutputDetails(self._stream.num_reasoning),
+            output_tokens_details=CompletionTokensDetails(self._stream.num_reasoning),
             total_tokens=num_input + num_output,
         )
         fields |= {"usage": usage, "edits": generation.edit_answers(0)}

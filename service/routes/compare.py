@@ -31,7 +31,6 @@ from service.http.bodies import JsonRoute
 from service.http.compare_schemas import CompareRequest, CompareSetting
 from service.http.encoding import to_json
 from service.http.errors import ApiError, invalid
-from service.http.openapi import error_answers
 from service.settings import Settings
 from service.state import StateDep
 
@@ -50,7 +49,6 @@ Source = StageTensors | OpenCheckpoint | None
     "/compare",
     summary="The first stage at which two models differ",
     response_model=comparisons.Comparison,
-    responses=error_answers(),
 )
 async def compare(body: CompareRequest, request: Request, state: StateDep) -> Response:
     call = model_call(body, request, state)

@@ -24,14 +24,13 @@ from service.http.bodies import JsonRoute
 from service.http.disconnects import unless_disconnected
 from service.http.errors import invalid, invalid_field
 from service.http.generate_schemas import GenerationRequest
-from service.http.openapi import error_answers
 from service.http.score_schemas import ScoreRequest
 from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["text"])
 
 
-@router.post("/score", summary="Log-probabilities of continuations", response_model=Scores, responses=error_answers())
+@router.post("/score", summary="Log-probabilities of continuations", response_model=Scores)
 async def score(body: ScoreRequest, request: Request, state: StateDep) -> Response:
     call = model_call(body, request, state)
     ids, continuations = await read_texts(body, call)

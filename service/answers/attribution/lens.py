@@ -13,7 +13,7 @@ from service.answers.attribution.question import Plans, Question, read_token
 from service.answers.budget import Budget, ResponseContents, pass_bytes
 from service.answers.edits import answer_bytes
 from service.answers.passes import PassAnswer, PendingAnswer, answer_passes
-from service.answers.prompts import find_positions, longest_token_bytes, token_text
+from service.answers.prompts import find_positions, longest_token_bytes
 from service.http.attribute_schemas import LogitLensRequest
 from service.http.errors import ApiError, invalid
 
@@ -62,7 +62,7 @@ class LensAnswer:
         return LensStage(
             stage=parts[0].stage,
             translated=parts[0].is_translated,
-            positions=describe_predictions(self._positions, top, partial(token_text, self._question.checkpoint)),
+            positions=describe_predictions(self._positions, top, self._question.checkpoint.text_of),
             token=None if self._token is None else tuple(followed),
             final=tuple(LensToken(**vars(each)) for part in parts for each in part.final),
         )

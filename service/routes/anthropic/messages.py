@@ -107,7 +107,7 @@ class Writer:
         output = self._stream.read(choice)
         assert output.end is not None
         return self._message(
-            content=[whole_block(*block) for block in join_pieces(output.pieces)],
+            content=[block_of(*block, SIGNATURE) for block in join_pieces(output.pieces)],
             **end_fields(output.end),
             logprobs=self._logprobs(output),
             trace=output.traces,
@@ -154,7 +154,7 @@ class Writer:
     def _piece_events(self, piece: Piece) -> Iterator[bytes]:
         if block_key(piece) != self._key:
             yield from self._end_block()
-            self._key, self._block = block_key(piece), empty_block(piece)
+            self._key, self._block = block_key(piece), block_of(piece)
             yield write(ContentBlockStart(index=self._num_blocks, content_block=self._block))
             self._num_blocks += 1
             self._text_delta = ChunkTemplate(lambda text: self._delta(TextDelta(text=text)))
@@ -183,18 +183,11 @@ def write_error(content: dict[str, Any]) -> bytes:
     return event(anthropic_error(content), kind="error")
 
 
-def empty_block(piece: Piece) -> MessageBlock:
-    """The block that begins with a piece, without its content."""
-    if isinstance(piece, CallBegin):
-        return ToolUseBlock(id=piece.id, name=piece.name, input={})
-    return ThinkingBlock(thinking="", signature="") if isinstance(piece, Reasoning) else TextBlock(text="")
-
-
-def whole_block(first: Piece, text: str) -> MessageBlock:
-    """The block that begins with a piece, with its whole text."""
+def block_of(first: Piece, text: str = "", signature: str = "") -> MessageBlock:
+    """The block that begins with a piece, with its whole text; by default without content."""
     if isinstance(first, CallBegin):
         return ToolUseBlock(id=first.id, name=first.name, input=input_of(text))
-    return ThinkingBlock(thinking=text, signature=SIGNATURE) if isinstance(first, Reasoning) else TextBlock(text=text)
+    return ThinkingBlock(thinking=text, signature=signature) if isinstance(first, Reasoning) else TextBlock(text=text)
 
 
 def end_fields(end: ChatEnd) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from service.http.embedding_schemas import EmbeddingRequest
 from service.http.encoding import encoded
 from service.http.errors import invalid
 from service.http.generate_schemas import GenerationRequest
-from service.http.openapi import error_answers
 from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"])
@@ -32,7 +31,6 @@ router = APIRouter(route_class=JsonRoute, tags=["openai"])
     "/v1/embeddings",
     summary="Vectors of texts, in OpenAI's form",
     response_model=Embeddings,
-    responses=error_answers(),
 )
 async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep) -> Response:
     call = model_call(body, request, state)

@@ -17,7 +17,7 @@ from service.http.bodies import JsonRoute
 from service.http.encoding import json_response, to_json
 from service.http.errors import no_effect
 from service.http.openai_schemas import ChatRequest
-from service.http.openapi import RESPONSE_EVENT, also, error_answers
+from service.http.openapi import RESPONSE_EVENT, also
 from service.http.responses_schemas import LOGPROBS, InputItem, ResponsesRequest
 from service.http.sse import EventStream
 from service.state import StateDep
@@ -52,7 +52,6 @@ async def responses(body: ResponsesRequest, request: Request, state: StateDep) -
     "/v1/responses/input_tokens",
     summary="Count the tokens of the prompt of a response",
     response_model=InputTokensCount,
-    responses=error_answers(),
 )
 async def count_input_tokens(body: ResponsesRequest, request: Request, state: StateDep) -> Response:
     call = model_call(body, request, state)
