@@ -50,7 +50,7 @@ def wants_safetensors(request: Request) -> bool:
 
 @dataclass(frozen=True)
 class PassAnswer:
-    """The answer of one pass: its result, and the tensors of a safetensors answer."""
+    """The answer of one pass: its result, and its tensors, which only a safetensors answer has."""
 
     content: PromptResult | Attribution[Any]
     tensors: Mapping[str, Tensor]

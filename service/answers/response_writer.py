@@ -40,10 +40,10 @@ from model.text.transcript import TokenOutput
 from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
 from service.answers.generation import ChoiceOutput
-from service.answers.openai_answers import TokenStrings
+from service.answers.openai_answers import TokenStrings, with_top
 from service.http.encoding import open_json, to_json
-from service.http.openai_schemas import Nullable
-from service.http.responses_schemas import LOGPROBS, FunctionTool, ResponsesRequest, ResponseToolChoice
+from service.http.openai_schemas import Nullable, ResponseToolChoice
+from service.http.responses_schemas import LOGPROBS, FunctionTool, ResponsesRequest
 from service.http.sse import event
 
 TEXT_MARK = "\0"  # the place of the text in `OpenItem.frame`; no other text of an event has it
@@ -233,7 +233,7 @@ class ResponseWriter:
         assert item is not None
         item.texts.append(text)
         if self._tokens and item.kind == "message":
-            logprobs = [self._logprob(token) for token in self._tokens]
+            logprobs = [with_top(token, self._token, OutputTopLogprob, OutputLogprob) for token in self._tokens]
             item.logprobs += logprobs
             frame = event_of(item.delta(self._number, text, logprobs))
         else:
@@ -273,11 +273,6 @@ class ResponseWriter:
         content = kind(sequence_number=self._number, **fields)
         self._number += 1
         return event_of(content)
-
-    def _logprob(self, token: TokenOutput) -> OutputLogprob:
-        assert token.logprobs is not None
-        top = [OutputTopLogprob(*self._token(*pair)) for pair in token.logprobs.top]
-        return OutputLogprob(*self._token(token.token_id, token.logprobs.chosen), top)
 
     def _token(self, token_id: int, logprob: float) -> tuple[str, list[int], float]:
         return self._strings.text(token_id), list(self._strings.raw(token_id) or b""), logprob

@@ -6,7 +6,7 @@ error, and is never ignored. Of unknown fields, the routes of other APIs leave o
 
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 
 from model.errors import join_words
 
@@ -41,6 +41,13 @@ TokenId = Annotated[int, Field(ge=0)]
 Index = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Indices = Annotated[list[Index], Field(fail_fast=True, min_length=1)]
+
+
+def _is_lists(value: Any) -> str:
+    return "lists" if isinstance(value, list) and value and isinstance(value[0], list) else "list"
+
+
+LIST_OR_LISTS = Discriminator(_is_lists)
 Prompt = Annotated[
     Text | TokenIds,
     Field(description="text, or token ids, which are used as they are"),

@@ -10,6 +10,13 @@ from service.http.schemas import PROMPT, EditedRequest, Globs, Positions, exampl
 
 ChoiceText = Annotated[Text, Field(min_length=1, max_length=1 << 12)]
 MAX_TOP_K = 2**31 - 1
+MAX_TOP = 20
+TOP_LOGPROBS: Any = Field(
+    None,
+    ge=0,
+    le=MAX_TOP,
+    description="report the log-probabilities of each token and of this many most likely ones",
+)
 MAX_ENTRIES = 1024
 MAX_BAD_WORDS = 64
 BadWord = Annotated[Text, Field(min_length=1, max_length=200)]
@@ -124,12 +131,7 @@ class GenerateRequest(GenerationRequest):
     model_config = example(prompt=PROMPT, max_tokens=32, temperature=0.8, seed=7)
 
     prompt: Prompt
-    logprobs: int | None = Field(
-        None,
-        ge=0,
-        le=20,
-        description="report the log-probability of the chosen token and of this many most likely ones",
-    )
+    logprobs: int | None = TOP_LOGPROBS
     echo: bool = Field(False, description="return the tokens of the prompt first, as if they had been generated")
     baseline: bool = Field(
         False,

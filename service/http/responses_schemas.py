@@ -8,17 +8,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from service.http.field_types import ShortText, StrictBody, Text, at_most
+from service.http.generate_schemas import MAX_TOP
 from service.http.openai_schemas import (
     MAX_MESSAGES,
-    MAX_TOP,
+    MAX_NEW_TOKENS,
     ChatFields,
     ContentPart,
     Function,
     Ignored,
     JsonObject,
     JsonSchema,
-    NamedTool,
     Nullable,
+    ResponseToolChoice,
     not_implemented,
 )
 from service.http.schemas import example
@@ -158,13 +159,6 @@ ResponseTool = Annotated[
 ]
 
 
-class ResponseToolChoice(NamedTool):
-    """One function by its name, or the functions that are allowed."""
-
-    mode: Literal["auto", "required"] = Field("auto", description="of allowed tools")
-    tools: Annotated[list[NamedTool], Field(fail_fast=True), at_most(128)] = Field([], description="allowed tools")
-
-
 class TextFormat(JsonSchema):
     """Any text, any JSON object, or JSON that follows a schema, as in chats."""
 
@@ -203,12 +197,7 @@ class ResponsesRequest(ChatFields):
     metadata: Annotated[
         dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]], at_most(MAX_METADATA)
     ] = Field({}, description="texts that come back in the answer")
-    max_output_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="maximum number of new tokens; default: as many as the context and the cache have room for, but "
-        "1024 with log-probabilities or trace",
-    )
+    max_output_tokens: int | None = MAX_NEW_TOKENS
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     tools: Annotated[list[ResponseTool], Field(fail_fast=True), at_most(128)] = Field([], description="functions")

@@ -13,7 +13,7 @@ from model.text.transcript import TokenOutput
 from service.answers.call import ModelCall, model_call
 from service.answers.generation import ChoiceOutput, Generation, start_generation
 from service.answers.generation_plan import Inputs, Options
-from service.answers.openai_answers import TokenStrings, finish_reason
+from service.answers.openai_answers import TokenStrings, finish_reason, with_top
 from service.answers.prompts import tokenize
 from service.http.bodies import JsonRoute
 from service.http.errors import invalid, no_effect
@@ -126,9 +126,7 @@ class Writer:
         }
 
     def _token(self, token: TokenOutput) -> InfillToken:
-        assert token.logprobs is not None
-        top = [InfillLogprob(*self._logprob(*pair)) for pair in token.logprobs.top]
-        return InfillToken(*self._logprob(token.token_id, token.logprobs.chosen), top)
+        return with_top(token, self._logprob, InfillLogprob, InfillToken)
 
     def _logprob(self, token_id: int, logprob: float) -> tuple[int, str, list[int], float]:
         return token_id, self._strings.text(token_id), list(self._strings.raw(token_id) or b""), logprob

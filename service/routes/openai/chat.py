@@ -29,7 +29,7 @@ from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
 from service.answers.chats import start_chat
 from service.answers.generation import ChoiceOutput
-from service.answers.openai_answers import ChunkTemplate, OpenAIWriter, usage
+from service.answers.openai_answers import ChunkTemplate, OpenAIWriter, usage, with_top
 from service.http.bodies import JsonRoute
 from service.http.openai_schemas import ChatRequest
 from service.http.openapi import EVENT, also
@@ -130,7 +130,7 @@ class Writer(OpenAIWriter):
         has_logprobs, end = self._body.logprobs, output.end
         return {
             "index": output.index,
-            "logprobs": ChatLogprobs([self._logprob(each) for each in output.tokens], None) if has_logprobs else None,
+            "logprobs": ChatLogprobs([*map(self._logprob, output.tokens)], None) if has_logprobs else None,
             "stop_reason": None if end is None else end.stop_reason,
             "token_ids": [token.token_id for token in output.tokens] if self._body.return_token_ids else None,
             "trace": output.traces,
@@ -142,9 +142,7 @@ class Writer(OpenAIWriter):
         return self._generation.prompts[0] if self._body.return_token_ids and index == 0 else None
 
     def _logprob(self, token: TokenOutput) -> ChatLogprob:
-        assert token.logprobs is not None
-        top = [TopLogprob(*self._token(*pair)) for pair in token.logprobs.top]
-        return ChatLogprob(*self._token(token.token_id, token.logprobs.chosen), top)
+        return with_top(token, self._token, TopLogprob, ChatLogprob)
 
     def _token(self, token_id: int, logprob: float) -> tuple[str, float, list[int] | None]:
         raw = self._strings.raw(token_id)
