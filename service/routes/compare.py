@@ -91,7 +91,7 @@ async def run(body: CompareRequest, call: ModelCall, ids: list[int]) -> bytes:
     state = call.state
     state.worker.check_room(len(ids))
     found = await state.worker.executors.run_long("comparisons", partial(compare_all, body, call, ids))
-    state.metrics.note_prompt_tokens(len(ids))
+    state.metrics.num_prompt_tokens += len(ids)
     return to_json(describe_comparison(found, call.checkpoint.name))
 
 

@@ -103,6 +103,6 @@ async def answer_gradients(
         return content
 
     response = await question.respond(response_bytes, lambda: state.worker.executors.run_long("gradients", run))
-    state.metrics.note_prompt_tokens(num_tokens)
+    state.metrics.num_prompt_tokens += num_tokens
     state.metrics.attributions.labels(method_of(kind)).inc()
     return response

@@ -157,7 +157,7 @@ class SweepRun:
             run = self._state.worker.executors.run_uncounted
             return await run("text", lambda: [patcher.edits(cell, plan.corrupted) for cell in cells])
         adapter = plan.question.served_adapter
-        self._state.metrics.note_prompt_tokens(len(cells) * len(plan.corrupted))
+        self._state.metrics.num_prompt_tokens += len(cells) * len(plan.corrupted)
         jobs = [partial(patcher.path_edits, cell, plan.corrupted, model, adapter) for cell in cells]
         return [await self._run(job) for job in jobs]
 
