@@ -64,17 +64,9 @@ class Question(ModelCall):
     def token_answer(self, token_id: int) -> Token:
         return Token(token_id, self.checkpoint.text_of(token_id))
 
-    def head(
-        self,
-        kind: type[results.Attribution[Any]],
-        dtype: torch.dtype,
-        waited: float,
-        seconds: float,
-        edits: EditPlan | None,
-    ) -> dict[str, Any]:
+    def head(self, dtype: torch.dtype, waited: float, seconds: float, edits: EditPlan | None) -> dict[str, Any]:
         """The fields that the answers of all methods have."""
         return {
-            "method": results.method_of(kind),
             "model": self.adapter or self.checkpoint.name,
             "tokens": token_answers(self.ids, self.checkpoint),
             "dtype": NAMES[dtype],
