@@ -4,7 +4,7 @@ Chat completions, Responses and Messages are three ways to write the same stream
 (chats.py), and its writer gets one `ChatOutput` for each step of each choice, or one for each whole choice.
 """
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
@@ -15,9 +15,8 @@ from model.text.transcript import End, TokenOutput
 from service.answers import call_forms
 from service.answers.chat_pieces import CallBegin, Content, Piece, PieceReader, Reasoning
 from service.answers.chat_thinking import PieceThinkingReader
-from service.answers.generation import ChoiceOutput, Generation, WriteError
+from service.answers.generation import ChoiceOutput, Generation
 from service.answers.openai_answers import finish_reason
-from service.http.sse import DONE, error_event
 
 
 @dataclass(slots=True)
@@ -63,26 +62,16 @@ class ChatStream:
         self._marks = mark_names(generation.call.checkpoint.tokenizer) if needs_marks else {}
         self._has_calls = [False] * generation.num_choices
 
-    def events(
-        self,
-        write: Callable[[ChatOutput], Iterable[bytes]],
-        write_last: Callable[[], Iterable[bytes]] = tuple,
-        write_error: WriteError = error_event,
-        done: bytes = DONE,
-        *,
-        by_token: bool = False,
-    ) -> AsyncGenerator[bytes]:
-        """The events that `write` makes of each output, and those at the end. See `Generation.events`.
+    def writing(
+        self, write: Callable[[ChatOutput], Iterable[bytes]], *, by_token: bool = False
+    ) -> Callable[[ChoiceOutput], Iterable[bytes]]:
+        """The function for `Generation.events` that reads each output, and writes the events of `write`.
 
         With `by_token`, each token is an output of its own, also if a step gives several.
         """
-
-        def write_each(output: ChoiceOutput) -> Iterable[bytes]:
-            if by_token:
-                return chain.from_iterable(map(write, self.read_each(output)))
-            return write(self.read(output))
-
-        return self.generation.events(write_each, write_last, write_error, done)
+        if by_token:
+            return lambda output: chain.from_iterable(map(write, self.read_each(output)))
+        return lambda output: write(self.read(output))
 
     def read(self, output: ChoiceOutput) -> ChatOutput:
         """Read the output of one step, or a whole choice, which may take long. Raises 503 if it was cancelled."""

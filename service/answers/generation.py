@@ -206,9 +206,10 @@ class Generation:
         write: Callable[[ChoiceOutput], Iterable[bytes]],
         write_last: Callable[[], Iterable[bytes]] = tuple,
         write_error: WriteError = error_event,
+        first: bytes = b"",
         done: bytes = DONE,
     ) -> AsyncGenerator[bytes]:
-        """Yield Server-Sent Events: those that `write` makes of each output, those of `write_last`, and `done`.
+        """Yield Server-Sent Events: `first`, what `write` makes of each output, `write_last`, and `done`.
 
         The events of all outputs that wait are one item. A choice that fails ends with the event of `write_error`. Most
         outputs with only new tokens are not yielded: the `ChunkWriter` of the connection writes their events directly.
@@ -220,6 +221,8 @@ class Generation:
             content = error_content(notes, generation_error(output.last.error))
             return write_error({"id": self.id, "choice": output.index} | content)
 
+        if first:
+            yield first
         notes = self.call.notes
         if notes.chunk_writer is not None:
             self._stream.write_directly_with(partial(self._write_directly, notes.chunk_writer, events_of))

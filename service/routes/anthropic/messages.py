@@ -62,11 +62,11 @@ async def messages(body: MessagesRequest, request: Request, state: StateDep) -> 
     conversion = await convert(body, call)
     with call.renamed(conversion.name):
         stream = await start_chat(conversion.chat, call, id_prefix="msg_")
-    writer = Writer(stream)
+    generation, writer = stream.generation, Writer(stream)
     if body.stream:
-        events = stream.events(writer.events, write_error=write_error, done=b"")
-        return EventStream(events, on_close=stream.generation.close, keep_alive=write(Ping()))
-    return await stream.generation.respond(writer.answer)
+        events = generation.events(stream.writing(writer.events), write_error=write_error, done=b"")
+        return EventStream(events, on_close=generation.close, keep_alive=write(Ping()))
+    return await generation.respond(writer.answer)
 
 
 @router.post(

@@ -47,10 +47,11 @@ router = APIRouter(route_class=JsonRoute, tags=["openai"])
 )
 async def chat(body: ChatRequest, request: Request, state: StateDep) -> Response:
     stream = await start_chat(body, model_call(body, request, state), id_prefix="chatcmpl-")
-    writer = Writer(body, stream)
+    generation, writer = stream.generation, Writer(body, stream)
     if body.stream:
-        return EventStream(stream.events(writer.chunks, writer.last_chunks), on_close=stream.generation.close)
-    return await stream.generation.respond(writer.answer)
+        events = generation.events(stream.writing(writer.chunks), writer.last_chunks)
+        return EventStream(events, on_close=generation.close)
+    return await generation.respond(writer.answer)
 
 
 class Writer(OpenAIWriter):
