@@ -35,7 +35,8 @@ from forwardscope.arguments import (
 )
 from forwardscope.batches import Batches
 from forwardscope.call import HOOKS, Call, Event, Hook, Request, Result, StreamCall
-from forwardscope.client import Client, Stream, as_method, sending_method
+from forwardscope.client import Client, Stream, as_method
+from forwardscope.client import method as client_method
 from forwardscope.errors import ApiError, InvalidArgument
 from forwardscope.local_edits import bind_edits
 from forwardscope.local_harvest import Harvest, harvest_job
@@ -167,7 +168,7 @@ def method(describe: OfMessages[Arguments, Call[Result]]) -> Attached[ChatMethod
 @overload
 def method(describe: Callable[Arguments, Call[Result]]) -> Callable[Concatenate["LocalModel", Arguments], Result]: ...
 def method(describe: Callable[..., Call[Any]]) -> Any:
-    return sending_method(describe)
+    return client_method(describe)
 
 
 def takes_lists(

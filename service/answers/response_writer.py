@@ -44,7 +44,7 @@ from service.answers.openai_answers import TokenStrings, with_top
 from service.http.encoding import open_json, to_json
 from service.http.openai_schemas import Nullable, ResponseToolChoice
 from service.http.responses_schemas import LOGPROBS, FunctionTool, ResponsesRequest
-from service.http.sse import event
+from service.http.sse import event_of
 
 TEXT_MARK = "\0"  # the place of the text in `OpenItem.frame`; no other text of an event has it
 NUMBER = b'"sequence_number":'
@@ -303,8 +303,3 @@ def echo(part: Nullable) -> dict[str, Any]:
     """A part of a request as the answer repeats it."""
     sent = part.model_dump(by_alias=True, exclude_unset=True)
     return {"type": part.type} | sent  # type: ignore[attr-defined]  # all these parts have a type
-
-
-def event_of(content: Any) -> bytes:
-    """Encode an event under its own type."""
-    return event(content, content.type)

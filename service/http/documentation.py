@@ -11,7 +11,7 @@ from pathlib import Path
 import fastapi_offline
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from service.http.page_files import HEADERS, PageFiles
@@ -49,11 +49,6 @@ def add_documentation(app: FastAPI) -> None:
     add_page(app, "/docs", docs)
     add_page(app, "/redoc", redoc)
     app.mount(DOCUMENTATION_FILES, PageFiles(FILES))
-
-
-def add_schema(app: FastAPI) -> None:
-    """Add /openapi.json for the routes that the application has now. It is encoded once, as that takes 20 ms."""
-    add_response(app, "/openapi.json", JSONResponse(app.openapi()))
 
 
 def add_page(app: FastAPI, path: str, page: HTMLResponse) -> None:

@@ -96,8 +96,8 @@ class ItemReference(Nullable):
     id: ShortText
 
 
-class OtherItem(Nullable):
-    """An item that only tools of other servers make. It is left out."""
+class Other(Nullable):
+    """An item that only tools of other servers make, or such a tool. It is left out."""
 
     type: ShortText
 
@@ -130,7 +130,7 @@ InputItem = Annotated[
     | Annotated[CallOutputItem, Tag("call output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ItemReference, Tag("reference")]
-    | Annotated[OtherItem, Tag("other")],
+    | Annotated[Other, Tag("other")],
     Discriminator(kind_of_item),
 ]
 
@@ -144,18 +144,12 @@ class FunctionTool(Function):
     type: Literal["function"] = "function"
 
 
-class OtherTool(Nullable):
-    """A tool of another type. It is left out, as nobody here runs it."""
-
-    type: ShortText
-
-
 def kind_of_tool(value: Any) -> str:
     return "function" if not isinstance(value, dict) or value.get("type") in ("function", None) else "other"
 
 
 ResponseTool = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(kind_of_tool)
+    Annotated[FunctionTool, Tag("function")] | Annotated[Other, Tag("other")], Discriminator(kind_of_tool)
 ]
 
 

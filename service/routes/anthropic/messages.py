@@ -15,7 +15,6 @@ from forwardscope.results.anthropic import (
     MessageBlock,
     MessageDelta,
     MessageEnd,
-    MessageEvent,
     MessagesError,
     MessageStart,
     MessageStop,
@@ -44,7 +43,7 @@ from service.http.bodies import JsonRoute
 from service.http.encoding import json_response
 from service.http.errors import anthropic_error
 from service.http.openapi import MESSAGE_EVENT, also, error_answers
-from service.http.sse import EventStream, event
+from service.http.sse import EventStream, event, event_of
 from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["anthropic"])
@@ -65,7 +64,7 @@ async def messages(body: MessagesRequest, request: Request, state: StateDep) -> 
     generation, writer = stream.generation, Writer(stream)
     if body.stream:
         events = generation.events(stream.writing(writer.events), write_error=write_error, done=b"")
-        return EventStream(events, on_close=generation.close, keep_alive=write(Ping()))
+        return EventStream(events, on_close=generation.close, keep_alive=event_of(Ping()))
     return await generation.respond(writer.answer)
 
 
@@ -132,18 +131,18 @@ class Writer:
         """Write the events for the output of one step. Our own fields are in a ping, which clients skip."""
         if not self._has_begun:
             self._has_begun = True
-            yield write(MessageStart(message=self._message(content=(), stop_reason=None, stop_sequence=None)))
+            yield event_of(MessageStart(message=self._message(content=(), stop_reason=None, stop_sequence=None)))
         logprobs = self._logprobs(output) or None
         if logprobs or output.traces:
             (trace,) = output.traces or (None,)
-            yield write(Ping(logprobs=logprobs, trace=trace))
+            yield event_of(Ping(logprobs=logprobs, trace=trace))
         for piece in output.pieces:
             yield from self._piece_events(piece)
         if output.end is not None:
             yield from self._end_block()
             end = MessageEnd(**end_fields(output.end))
-            yield write(MessageDelta(delta=end, usage=self._usage(), edits=self._generation.edit_answers(0)))
-            yield write(MessageStop())
+            yield event_of(MessageDelta(delta=end, usage=self._usage(), edits=self._generation.edit_answers(0)))
+            yield event_of(MessageStop())
 
     def _logprobs(self, output: ChatOutput) -> Sequence[TokenLogprob] | None:
         """The log-probabilities of the tokens, if the request asks for them."""
@@ -155,7 +154,7 @@ class Writer:
         if block_key(piece) != self._key:
             yield from self._end_block()
             self._key, self._block = block_key(piece), block_of(piece)
-            yield write(ContentBlockStart(index=self._num_blocks, content_block=self._block))
+            yield event_of(ContentBlockStart(index=self._num_blocks, content_block=self._block))
             self._num_blocks += 1
             self._text_delta = ChunkTemplate(lambda text: self._delta(TextDelta(text=text)))
         if isinstance(piece, Content):
@@ -166,17 +165,13 @@ class Writer:
             yield self._delta(InputJsonDelta(partial_json=piece.text))
 
     def _delta(self, delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta) -> bytes:
-        return write(ContentBlockDelta(index=self._num_blocks - 1, delta=delta))
+        return event_of(ContentBlockDelta(index=self._num_blocks - 1, delta=delta))
 
     def _end_block(self) -> Iterator[bytes]:
         if isinstance(self._block, ThinkingBlock):
             yield self._delta(SignatureDelta(signature=SIGNATURE))
         if self._block is not None:
-            yield write(ContentBlockStop(index=self._num_blocks - 1))
-
-
-def write(content: MessageEvent) -> bytes:
-    return event(content, kind=content.type)
+            yield event_of(ContentBlockStop(index=self._num_blocks - 1))
 
 
 def write_error(content: dict[str, Any]) -> bytes:
