@@ -160,16 +160,9 @@ class SweepRun:
         return [await self._run(job) for job in jobs]
 
     async def _run(self, job: Callable[[], Result]) -> Result:
-        """Run a job on the network's thread, up to the deadline."""
-        try:
-            async with asyncio.timeout_at(self._deadline()):
-                return await self._state.worker.run(job)
-        except TimeoutError:
-            raise timed_out(self._state.settings.request_timeout_seconds) from None
-
-    def _deadline(self) -> float:
-        elapsed = time.perf_counter() - self._plan.question.arrived
-        return asyncio.get_running_loop().time() + self._state.settings.request_timeout_seconds - elapsed
+        """Run a job on the network's thread, within the timeout of the request."""
+        async with self._plan.question.in_time():
+            return await self._state.worker.run(job)
 
     def _group_size(self) -> int:
         """As many cells as one step computes, but at most half of the sequences that may run at a time.
@@ -187,16 +180,15 @@ class SweepRun:
         return max(1, min(most, self._state.settings.max_num_seqs // 2, by_tokens))
 
     async def _admit(self, requests: Sequence[EngineRequest]) -> RequestStream:
-        """Admit the requests of a group. A sweep that has begun waits until there is room, up to its deadline."""
-        while True:
-            try:
-                return self._state.worker.admit(requests, self._plan.question.arrived, in_series=True)
-            except ApiError as error:
-                if error.code != "queue_full" or not self._num_admitted:
-                    raise
-            if asyncio.get_running_loop().time() >= self._deadline():
-                raise timed_out(self._state.settings.request_timeout_seconds)
-            await asyncio.sleep(SECONDS_BETWEEN_TRIES)
+        """Admit the requests of a group. A sweep that has begun waits until there is room, up to its timeout."""
+        async with self._plan.question.in_time():
+            while True:
+                try:
+                    return self._state.worker.admit(requests, self._plan.question.arrived, in_series=True)
+                except ApiError as error:
+                    if error.code != "queue_full" or not self._num_admitted:
+                        raise
+                await asyncio.sleep(SECONDS_BETWEEN_TRIES)
 
     async def _values(self, passes: Sequence[tuple[Sequence[int], BoundEdits | None]]) -> list[float]:
         """Run passes in the engine, and return the target's value after each."""
