@@ -63,21 +63,6 @@ def as_method(describe: Callable[..., Any], send: Method) -> Method:
     return send
 
 
-def sending_method(describe: Callable[..., Call[Any]]) -> Any:
-    """A method that sends the request that `describe` returns for its arguments, and reads the answer.
-
-    If the prompt is a list of prompts, it sends one for each, and returns the list of results.
-    """
-
-    def send(model: Any, /, *args: Any, **kwargs: Any) -> Any:
-        calls = calls_of_list(describe, *args, **kwargs)
-        if calls is None:
-            return model._send(describe(*args, **kwargs))
-        return model._together([partial(model._send, call()) for call in calls], describe.__name__)
-
-    return as_method(describe, send)
-
-
 @overload
 def method(describe: OfPrompt[Arguments, Call[Result]]) -> Attached[PromptMethod[Arguments, Result, list[Result]]]: ...
 @overload
@@ -89,7 +74,18 @@ def method(
 @overload
 def method(describe: Callable[Arguments, Call[Result]]) -> Callable[Concatenate["Client", Arguments], Result]: ...
 def method(describe: Callable[..., Call[Any]]) -> Any:
-    return sending_method(describe)
+    """A method that sends the request that `describe` returns for its arguments, and reads the answer.
+
+    If the prompt is a list of prompts, it sends one for each, and returns the list of results.
+    """
+
+    def send(client: Any, /, *args: Any, **kwargs: Any) -> Any:
+        calls = calls_of_list(describe, *args, **kwargs)
+        if calls is None:
+            return client._send(describe(*args, **kwargs))
+        return client._together([partial(client._send, call()) for call in calls], describe.__name__)
+
+    return as_method(describe, send)
 
 
 def stream_method(

@@ -35,7 +35,8 @@ from forwardscope.arguments import (
 )
 from forwardscope.batches import Batches
 from forwardscope.call import HOOKS, Call, Event, Hook, Request, Result, StreamCall
-from forwardscope.client import Client, Stream, as_method, sending_method
+from forwardscope.client import Client, Stream, as_method
+from forwardscope.client import method as client_method
 from forwardscope.errors import ApiError, InvalidArgument
 from forwardscope.local_edits import bind_edits
 from forwardscope.local_harvest import Harvest, harvest_job
@@ -167,7 +168,7 @@ def method(describe: OfMessages[Arguments, Call[Result]]) -> Attached[ChatMethod
 @overload
 def method(describe: Callable[Arguments, Call[Result]]) -> Callable[Concatenate["LocalModel", Arguments], Result]: ...
 def method(describe: Callable[..., Call[Any]]) -> Any:
-    return sending_method(describe)
+    return client_method(describe)
 
 
 def takes_lists(
@@ -333,7 +334,7 @@ class LocalModel(Batches):
             raise InvalidField("baseline", "compares with the pass without edits, but there are no edits")
         num_predictions = min(DEFAULT_TOP_K, config.vocab_size) if top_k is None else top_k
         own_hooks = self._read_hooks(hooks, {"baseline": baseline})
-        head: dict[str, Any] = {"model": self.name, "tokens": describe_tokens(ids, self._text_of)}
+        head: dict[str, Any] = {"model": self.name, "tokens": describe_tokens(ids, self.checkpoint.text_of)}
 
         def make_passes() -> list[TracedPass]:
             taps: list[Tap] = []
@@ -367,7 +368,7 @@ class LocalModel(Batches):
         top = predict(found.logits[list(rows)], top_k, self.checkpoint.model.backend.summaries) if top_k else []
         return {
             "stages": tuple(describe_stage(kept, values_of(kept)) for kept in found.stages),
-            "predictions": describe_predictions(rows, top, self._text_of),
+            "predictions": describe_predictions(rows, top, self.checkpoint.text_of),
             "loss": describe_loss(found.loss.detach(), found.loss.clone()),
         }
 
@@ -502,8 +503,3 @@ class LocalModel(Batches):
             if not 0 <= each < vocab_size:
                 reason = f"{shortened(each)} is not a token id; the vocabulary has {vocab_size} tokens"
                 raise InvalidField(field, reason)
-
-    def _text_of(self, token_id: int) -> str | None:
-        """The text of a token; None if there is no tokenizer, or if it does not have the id."""
-        tokenizer = self.checkpoint.tokenizer
-        return None if tokenizer is None or token_id >= tokenizer.vocab_size else tokenizer.token_text(token_id)

@@ -57,6 +57,22 @@ def draw_stage(result: Any, name: Any) -> Picture:
     return draw_maps(maps, titles, dims, [labels[dims[0]], labels[dims[-1]]])
 
 
+def draw_attribution(found: Any) -> Picture:
+    """A whole attribution: shares, a bar for each token, the tokens of a lens, or the cells of a sweep."""
+    match found.method:
+        case "direct":
+            return draw_shares(found.layers)
+        case "integrated_gradients":
+            return draw_bars(texts(found.tokens), found.attributions, "attribution")
+        case "logit_lens":
+            positions = [each.position for each in found.layers[0].positions]
+            tops = [[each[0] for each in layer.positions] for layer in found.layers]
+            return draw_lens(tops, [layer.stage for layer in found.layers], texts(found.tokens, positions))
+        case "patching" | "attribution_patching":
+            return draw_sweep(found)
+    raise InvalidArgument("name", f"is missing; name one of the stages of {found.method!r}")
+
+
 def draw_maps(values: Any, titles: Sequence[str], dims: Sequence[str], labels: Sequence[Sequence[str]]) -> Picture:
     """Maps (..., rows, columns) with one colour scale; numbers that are not finite are blank."""
     maps = to_floats(values)

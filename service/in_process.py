@@ -29,25 +29,11 @@ from service.state import State
 
 Result = TypeVar("Result")
 API_KEY = "in-process"
-UNLIMITED = sys.maxsize
-LIMITS: dict[str, Any] = dict.fromkeys(
-    (
-        "max_body_bytes",
-        "max_response_bytes",
-        "max_buffered_bytes",
-        "max_pass_bytes",
-        "max_pass_tokens",
-        "max_gradient_tokens",
-        "max_sweep_cells",
-        "max_lens_logits",
-        "max_compare_tokens",
-        "max_waiting_requests",
-        "max_waiting_tokens",
-        "max_vector_bytes",
-        "max_vectors",
-    ),
-    UNLIMITED,
-)
+# The limits of a step and of stored responses are those of a server. All others are lifted.
+KEPT = ("max_num_seqs", "max_step_tokens", "max_step_stretch", "max_stored_responses", "max_stored_response_bytes")
+LIMITS: dict[str, Any] = {
+    name: sys.maxsize for name in Settings.model_fields if name.startswith("max_") and name not in KEPT
+}
 SECONDS = 1e9  # longer than any request
 END_SECONDS = 5.0
 MAX_UNREAD = 64  # messages of a response that the caller has not read

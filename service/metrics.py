@@ -59,9 +59,6 @@ class RequestTimes:
     # For each choice: its number of tokens so far, and the time of the last one.
     _choices: dict[int, tuple[int, float]] = field(default_factory=dict)
 
-    def start(self, now: float) -> None:
-        self.started = now
-
     def note_tokens(self, choice: int, num_generated: int, now: float) -> tuple[int, float | None]:
         """Record that a choice has `num_generated` tokens now.
 
@@ -235,9 +232,6 @@ class Metrics(Collector):
         """The numbers of prompt tokens and of generated tokens since the start."""
         return self.num_prompt_tokens, self.num_generated_tokens
 
-    def note_prompt_tokens(self, number: int) -> None:
-        self.num_prompt_tokens += number
-
     def note_output(self, progress: RequestTimes, output: Output, now: float) -> None:
         """Update the metrics of a request with the output of a step that ended at `now`."""
         if output.tokens or output.prompt_tokens:
@@ -256,7 +250,7 @@ class Metrics(Collector):
                 self.decode_seconds.observe(now - (progress.first_token or now))
 
     def _note_first_token(self, progress: RequestTimes, now: float) -> None:
-        self.note_prompt_tokens(progress.num_prompt)
+        self.num_prompt_tokens += progress.num_prompt
         self.time_to_first_token.observe(now - progress.arrived)
         self.queue_seconds.observe(progress.queue_seconds)
         self.prefill_seconds.observe(now - (progress.started or now))

@@ -50,6 +50,7 @@ class RequestStream:
         self.open_choices = {request.id: set(range(request.params.n)) for request in requests}
         """The choices of each request that have not ended."""
         self._num_choices = sum(map(len, self.open_choices.values()))
+        self._buffers = buffers
         self._reservation = Reservation(buffers)
         self._write_directly: Callable[[Output], bool] | None = None
         self._unread: deque[Output] = deque()
@@ -122,7 +123,7 @@ class RequestStream:
         """Count bytes that became unread (negative: that were read), and pause or continue the request."""
         self._unread_bytes += num_bytes
         self._reservation.count(num_bytes)
-        limit = FAIR_UNREAD_BYTES if self._reservation.is_full else MAX_UNREAD_BYTES
+        limit = FAIR_UNREAD_BYTES if self._buffers.is_full else MAX_UNREAD_BYTES
         is_full = self._unread_bytes > limit
         if is_full != self._paused:
             self._paused = is_full

@@ -30,13 +30,12 @@ class TokenRates:
         self._samples: deque[Sample] = deque()
         self.sample()
 
-    def sample(self) -> Sample:
+    def sample(self) -> None:
         """Note the values of now, and forget those that are too old."""
         now = Sample(time.perf_counter(), *self._count())
         self._samples.append(now)
         while len(self._samples) > 1 and self._samples[1].time <= now.time - WINDOW_SECONDS:
             self._samples.popleft()
-        return now
 
     def rates(self) -> results.TokenRates:
         """The rates over about the last `WINDOW_SECONDS`, or since the start. Zero if nothing was computed."""

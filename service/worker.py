@@ -228,7 +228,7 @@ class Worker:
     def _deliver(self, step: Step, began: float, ended: float) -> None:
         """Put the outputs of a step into their streams, and update the metrics."""
         for request_id in step.started:
-            self._streams[request_id].progress[request_id].start(began)
+            self._streams[request_id].progress[request_id].started = began
         for output in step.outputs:
             stream = self._streams[output.request_id]
             self._metrics.note_output(stream.progress[output.request_id], output, ended)

@@ -136,8 +136,3 @@ class MessageDelta(Record, kw_only=True):
 
 class MessageStop(Record, kw_only=True):
     type: Literal["message_stop"] = "message_stop"
-
-
-MessageEvent = (
-    MessageStart | ContentBlockStart | ContentBlockDelta | ContentBlockStop | Ping | MessageDelta | MessageStop
-)

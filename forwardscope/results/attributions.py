@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forwardscope.errors import InvalidArgument
 from forwardscope.results.passes import AppliedEdits
@@ -54,11 +54,9 @@ class Attribution(Record, StageArrays[Array], eq=False, kw_only=True):
 
     def plot(self, name: StageKey | None = None) -> "Picture":
         """A picture of the whole answer, or of one of its stages. It needs `pip install "forwardscope[plots]"`."""
-        return self.draw() if name is None else super().plot(name)
+        from forwardscope.plots import draw_attribution
 
-    def draw(self) -> "Picture":
-        """The picture of the whole answer."""
-        raise InvalidArgument("name", f"is missing; name one of the stages of {self.method!r}")
+        return draw_attribution(self) if name is None else super().plot(name)
 
     def top_heads(self, count: int = 10) -> list[HeadShare]:
         """The heads with the largest shares, positive or negative, for the method "direct"."""
@@ -86,7 +84,7 @@ class DirectAttribution(Attribution[Any], eq=False, kw_only=True):
     """The shares add up to `total`, and `logit` is `total` + `remainder`."""
 
     stages = ()
-    method: Literal["direct"]
+    method: Literal["direct"] = "direct"
     target: Target
     logit: Annotated[float | None, Doc("what is explained; if the network caps its logits, before the cap")]
     capped_logit: Annotated[float | None, Doc("the same after the cap; null if there is no cap")]
@@ -97,17 +95,11 @@ class DirectAttribution(Attribution[Any], eq=False, kw_only=True):
     layers: tuple[LayerShares, ...]
     final_norm_bias: float | None
 
-    def draw(self) -> "Picture":
-        """A picture of the shares of all heads and feed-forward networks."""
-        from forwardscope.plots import draw_shares
-
-        return draw_shares(self.layers)
-
 
 class Gradients(Attribution[Array], eq=False, kw_only=True):
     """The stages have the shapes of the stages of a pass, and gradients as values."""
 
-    method: Literal["gradient"]
+    method: Literal["gradient"] = "gradient"
     target: Target
     value: float | None
     stages: tuple[Stage[Array], ...]
@@ -117,7 +109,7 @@ class IntegratedGradients(Attribution[Any], eq=False, kw_only=True):
     """`attributions` has a number for each token. Their sum is `value - baseline_value + error`."""
 
     stages = ()
-    method: Literal["integrated_gradients"]
+    method: Literal["integrated_gradients"] = "integrated_gradients"
     target: Target
     attributions: tuple[float | None, ...]
     value: float | None
@@ -125,27 +117,11 @@ class IntegratedGradients(Attribution[Any], eq=False, kw_only=True):
     error: float | None
     steps: int
 
-    def draw(self) -> "Picture":
-        """A picture with a bar for each token."""
-        from forwardscope.plots import draw_bars, texts
 
-        return draw_bars(texts(self.tokens), self.attributions, "attribution")
-
-
-class SweptCells(Attribution[Array], eq=False, kw_only=True):
-    """The cells of a patching sweep."""
-
-    def draw(self) -> "Picture":
-        """A picture of all cells, with a row or a map for each stage."""
-        from forwardscope.plots import draw_sweep
-
-        return draw_sweep(self)
-
-
-class AttributionPatching(SweptCells[Array], eq=False, kw_only=True):
+class AttributionPatching(Attribution[Array], eq=False, kw_only=True):
     """`stages` has about how much each patch would change the target from `corrupted_value` on."""
 
-    method: Literal["attribution_patching"]
+    method: Literal["attribution_patching"] = "attribution_patching"
     target: Target
     corrupted_tokens: Sequence[PositionedToken]
     clean_value: float | None
@@ -153,10 +129,10 @@ class AttributionPatching(SweptCells[Array], eq=False, kw_only=True):
     stages: tuple[Effects[Array], ...]
 
 
-class Patching(SweptCells[Array], eq=False, kw_only=True):
+class Patching(Attribution[Array], eq=False, kw_only=True):
     """`stages` has the value of the target after each patch."""
 
-    method: Literal["patching"]
+    method: Literal["patching"] = "patching"
     target: Target
     corrupted_tokens: Sequence[PositionedToken]
     positions: tuple[int, ...]
@@ -185,24 +161,10 @@ class LensStage(Fields):
 
 class LogitLens(Attribution[Any], eq=False, kw_only=True):
     stages = ()
-    method: Literal["logit_lens"]
+    method: Literal["logit_lens"] = "logit_lens"
     token: Token | None
     final: Annotated[tuple[Token, ...], Doc("the most likely token of each position after the last layer")]
     layers: tuple[LensStage, ...]
-
-    def draw(self) -> "Picture":
-        """A picture with the most likely token of each layer and position."""
-        from forwardscope.plots import draw_lens, texts
-
-        positions = [each.position for each in self.layers[0].positions]
-        tops = [[each[0] for each in layer.positions] for layer in self.layers]
-        return draw_lens(tops, [layer.stage for layer in self.layers], texts(self.tokens, positions))
-
-
-def method_of(kind: type[Attribution[Any]]) -> str:
-    """The method whose answers have this class."""
-    (method,) = get_args(kind.__annotations__["method"])
-    return str(method)
 
 
 AnyAttribution = DirectAttribution | Gradients | IntegratedGradients | AttributionPatching | Patching | LogitLens

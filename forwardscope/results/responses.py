@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from forwardscope.results.generations import StepTrace
+from forwardscope.results.openai import CompletionTokensDetails
 from forwardscope.results.passes import AppliedEdits
 from forwardscope.results.records import Doc, Record
 
@@ -71,15 +72,11 @@ class ResponseInputDetails(Record):
     cache_write_tokens: Annotated[int, Doc("the other tokens, which later requests may use")]
 
 
-class ResponseOutputDetails(Record):
-    reasoning_tokens: Annotated[int, Doc("tokens before the end of the thinking, its marks included")]
-
-
 class ResponseUsage(Record, kw_only=True):
     input_tokens: int
     input_tokens_details: ResponseInputDetails
     output_tokens: int
-    output_tokens_details: ResponseOutputDetails
+    output_tokens_details: CompletionTokensDetails
     total_tokens: int
 
 

@@ -150,6 +150,12 @@ class Checkpoint:
         """Every stage of a pass, with those of adapters if there are any."""
         return stages_of(self.model.config, adapters=bool(self.adapters))
 
+    def text_of(self, token_id: int) -> str | None:
+        """The text of a token. None if there is no tokenizer, or if it has fewer tokens than the embedding table."""
+        if self.tokenizer is None or token_id >= self.tokenizer.vocab_size:
+            return None
+        return self.tokenizer.token_text(token_id)
+
 
 def load_checkpoint(
     source: str,

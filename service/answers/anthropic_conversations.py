@@ -14,7 +14,6 @@ from service.http.errors import invalid
 from service.http.generate_schemas import GenerationRequest
 from service.http.openai_schemas import ChatRequest, JsonObject
 
-MODES = {"auto": "auto", "any": "required", "none": "none"}
 NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
@@ -70,9 +69,7 @@ class ChatConversion:
             "tools": [self._tool(body, index) for index in range(len(body.tools))],
         }
         if (choice := body.tool_choice) is not None:
-            fields["tool_choice"] = (
-                {"type": "tool", "name": choice.name} if choice.type == "tool" else MODES[choice.type]
-            )
+            fields["tool_choice"] = {"type": "tool", "name": choice.name} if choice.type == "tool" else choice.type
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         if body.thinking is not None:
             fields["enable_thinking"] = body.thinking.type != "disabled"

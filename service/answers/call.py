@@ -86,18 +86,21 @@ class RouteCall:
             paths[num_before:] = map(rename, paths[num_before:])
 
     @asynccontextmanager
-    async def series(self) -> AsyncIterator[None]:
-        """Run several jobs on the network's thread in this block; other requests are served between them.
-
-        Raises 503 if they have not ended within the timeout of the request.
-        """
+    async def in_time(self) -> AsyncIterator[None]:
+        """Raise 503 if this block has not ended within the timeout of the request."""
         timeout = self.state.settings.request_timeout_seconds
         try:
             async with asyncio.timeout(max(0.0, self.arrived + timeout - time.perf_counter())):
-                with self.state.worker.series():
-                    yield
+                yield
         except TimeoutError:
             raise timed_out(timeout) from None
+
+    @asynccontextmanager
+    async def series(self) -> AsyncIterator[None]:
+        """Run several jobs on the network's thread in this block, in time; other requests are served between them."""
+        async with self.in_time():
+            with self.state.worker.series():
+                yield
 
     async def run_here_or_on_thread(self, num_checks: int, job: Callable[[], Result]) -> Result:
         """Run a job, outside the event loop if it makes many checks: of stop strings, globs, prompts or edits."""

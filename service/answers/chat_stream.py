@@ -4,12 +4,10 @@ Chat completions, Responses and Messages are three ways to write the same stream
 (chats.py), and its writer gets one `ChatOutput` for each step of each choice, or one for each whole choice.
 """
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
-
-import orjson
 
 from model.text import thinking
 from model.text.tokenizer import Tokenizer
@@ -17,12 +15,8 @@ from model.text.transcript import End, TokenOutput
 from service.answers import call_forms
 from service.answers.chat_pieces import CallBegin, Content, Piece, PieceReader, Reasoning
 from service.answers.chat_thinking import PieceThinkingReader
-from service.answers.generation import Choice, ChoiceOutput, Generation, WriteError
+from service.answers.generation import ChoiceOutput, Generation
 from service.answers.openai_answers import finish_reason
-from service.http.sse import DONE, error_event
-
-# The index of a choice, its tokens, those of its prompt, the JSON of its traces, and its end.
-Parts = tuple[int, Sequence[TokenOutput], Sequence[TokenOutput], Sequence[orjson.Fragment] | None, End | None]
 
 
 @dataclass(slots=True)
@@ -68,65 +62,29 @@ class ChatStream:
         self._marks = mark_names(generation.call.checkpoint.tokenizer) if needs_marks else {}
         self._has_calls = [False] * generation.num_choices
 
-    def events(
-        self,
-        write: Callable[[ChatOutput], Iterable[bytes]],
-        write_last: Callable[[], Iterable[bytes]] = tuple,
-        write_error: WriteError = error_event,
-        done: bytes = DONE,
-        *,
-        by_token: bool = False,
-    ) -> AsyncGenerator[bytes]:
-        """The events that `write` makes of each output, and those at the end. See `Generation.events`.
+    def writing(
+        self, write: Callable[[ChatOutput], Iterable[bytes]], *, by_token: bool = False
+    ) -> Callable[[ChoiceOutput], Iterable[bytes]]:
+        """The function for `Generation.events` that reads each output, and writes the events of `write`.
 
         With `by_token`, each token is an output of its own, also if a step gives several.
         """
-
-        def write_each(output: ChoiceOutput) -> Iterable[bytes]:
-            if by_token:
-                return chain.from_iterable(map(write, self._read_each(self._parts_of(output))))
-            return write(self.read(output))
-
-        return self.generation.events(write_each, write_last, write_error, done)
+        if by_token:
+            return lambda output: chain.from_iterable(map(write, self.read_each(output)))
+        return lambda output: write(self.read(output))
 
     def read(self, output: ChoiceOutput) -> ChatOutput:
-        """Read the output of one step. Raises 503 for a choice that was cancelled."""
-        return self._read(*self._parts_of(output))
-
-    @staticmethod
-    def _parts_of(output: ChoiceOutput) -> Parts:
-        step = output.result
-        traces = None if output.trace is None else [output.trace]
-        return output.index, step.tokens, step.prompt_tokens, traces, step.end
-
-    def read_whole(self, choice: Choice) -> ChatOutput:
-        """Read a choice that has ended, which may take long. Raises 503 if it was cancelled."""
-        assert choice.last is not None
-        traces = choice.traces if self.generation.is_traced else None
-        return self._read(choice.index, choice.tokens, choice.prompt_tokens, traces, choice.last.end)
-
-    def read_tokens(self, choice: Choice) -> Iterator[ChatOutput]:
-        """Read a choice that has ended token by token, as a stream does, so that each piece goes with its token."""
-        assert choice.last is not None
-        return self._read_each((choice.index, choice.tokens, (), None, choice.last.end))
-
-    def _read_each(self, parts: Parts) -> Iterator[ChatOutput]:
-        """Read tokens one by one. What else there is comes with the last one, or alone if there is none."""
-        index, tokens, prompt_tokens, traces, end = parts
-        for token in tokens[:-1]:
-            yield self._read(index, [token], (), None, None)
-        yield self._read(index, tokens[-1:], prompt_tokens, traces, end)
-
-    def _read(
-        self,
-        index: int,
-        tokens: Sequence[TokenOutput],
-        prompt_tokens: Sequence[TokenOutput],
-        traces: Sequence[orjson.Fragment] | None,
-        end: End | None,
-    ) -> ChatOutput:
+        """Read the output of one step, or a whole choice, which may take long. Raises 503 if it was cancelled."""
+        index, tokens, end = output.index, output.tokens, output.last.end
         pieces = self._pieces(index, tokens, is_last=end is not None)
-        return ChatOutput(index, pieces, tokens, prompt_tokens, traces, None if end is None else self._end(index, end))
+        own_end = None if end is None else self._end(index, end)
+        return ChatOutput(index, pieces, tokens, output.prompt_tokens, output.traces, own_end)
+
+    def read_each(self, output: ChoiceOutput) -> Iterator[ChatOutput]:
+        """Read token by token, so that each piece goes with its token. What else there is comes with the last one."""
+        for token in output.tokens[:-1]:
+            yield ChatOutput(output.index, self._pieces(output.index, [token], is_last=False), [token], (), None, None)
+        yield self.read(replace(output, tokens=output.tokens[-1:]))
 
     def _pieces(self, index: int, tokens: Sequence[TokenOutput], *, is_last: bool) -> Sequence[Piece]:
         reader = self._readers[index]

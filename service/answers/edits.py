@@ -5,7 +5,6 @@ the network and one prompt. Then `bind_edits` makes the `BoundEdits` that a pass
 """
 
 import base64
-import binascii
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -233,7 +232,7 @@ def read_vector(vector: list[Any] | schemas.EncodedTensor, param: str) -> Tensor
     dtype = DTYPES[vector.dtype]
     try:
         content = base64.b64decode(vector.data, validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise invalid(f"{param}.data", "is not base64") from None
     num_bytes = math.prod(vector.shape) * dtype.itemsize
     if len(content) != num_bytes:

@@ -24,7 +24,6 @@ from model.text.sampling import NoFiniteMaximum
 from model.text.transcript import TokenOutput
 from service.answers.constraints import generation_error
 from service.answers.generation_plan import GenerationPlan, Inputs, plan_generation
-from service.answers.prompts import token_text
 from service.answers.request_phases import TraceTimes, add_generation
 from service.answers.step_trace_answers import trace_answer
 from service.http.disconnects import unless_disconnected
@@ -40,13 +39,27 @@ WriteError = Callable[[dict[str, Any]], bytes]
 """Encodes the event of an error, from the body of an error answer with the `id` of the generation."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ChoiceOutput:
-    """The output of one step for one choice. `index` numbers the choices of all prompts, in prompt order."""
+    """The output of one step for one choice, or of all its steps together.
+
+    `index` numbers the choices of all prompts, in prompt order. `traces` are the JSON of `StepTrace`s; None: there are
+    none. `last` is the output of the engine, and of several steps that of the last one.
+    """
 
     index: int
-    result: Output
-    trace: orjson.Fragment | None
+    prompt_tokens: list[TokenOutput]
+    tokens: list[TokenOutput]
+    traces: list[orjson.Fragment] | None
+    last: Output
+
+    def add(self, later: "ChoiceOutput") -> None:
+        """Add the output of the next step."""
+        self.prompt_tokens += later.prompt_tokens
+        self.tokens += later.tokens
+        if self.traces is not None:
+            self.traces += later.traces or ()
+        self.last = later.last
 
 
 class Generation:
@@ -64,7 +77,7 @@ class Generation:
         self.num_cached = 0  # prompt tokens that other requests had computed
         self.model_name = call.adapter or call.checkpoint.name
         self._num_generated = [0] * self.num_choices  # tokens of each choice so far
-        self.text_of = partial(token_text, call.checkpoint)
+        self.text_of = call.checkpoint.text_of
         self._encoding: Encoding = "json" if inputs.body.trace is None else inputs.body.trace.encoding
         self._first_choice = {request.id: i * self.params.n for i, request in enumerate(plan.requests)}
         self._reserved = plan.reserved_bytes
@@ -129,7 +142,7 @@ class Generation:
         self._num_generated[index] = output.num_generated
         if output.end is not None and output.choice == 0:
             self.num_cached += output.num_cached
-        return ChoiceOutput(index, output, trace)
+        return ChoiceOutput(index, output.prompt_tokens, output.tokens, None if trace is None else [trace], output)
 
     async def _encode_trace(self, output: Output) -> orjson.Fragment | None:
         trace = output.trace
@@ -151,15 +164,16 @@ class Generation:
         await self.call.give_way(seconds, num_own=1)  # others wait for Python while a trace is encoded
         return orjson.Fragment(content)
 
-    async def collect(self) -> list["Choice"]:
-        """Wait until every choice has ended. Raises 500 if one of them fails, or 400 if the request is the reason."""
-        choices = [Choice(index) for index in range(self.num_choices)]
+    async def collect(self) -> list[ChoiceOutput]:
+        """Wait for all of every choice. Raises 500 if one of them fails, or 400 if the request is the reason."""
+        choices: dict[int, ChoiceOutput] = {}
         async for outputs in self.batches():
             for output in outputs:
-                if output.result.error is not None:
-                    raise generation_error(output.result.error)
-                choices[output.index].add(output)
-        return choices
+                if output.last.error is not None:
+                    raise generation_error(output.last.error)
+                whole = ChoiceOutput(output.index, [], [], [] if self.is_traced else None, output.last)
+                choices.setdefault(output.index, whole).add(output)
+        return [choices[index] for index in range(self.num_choices)]
 
     async def encode(self, write: Callable[[], Any]) -> bytes:
         """Encode the whole answer that `write` makes, and count its bytes in place of the reserved ones.
@@ -170,7 +184,7 @@ class Generation:
         self.call.reservation.count(len(content) - self._reserved)
         return content
 
-    async def respond(self, describe: Callable[[list["Choice"]], Any]) -> Response:
+    async def respond(self, describe: Callable[[list[ChoiceOutput]], Any]) -> Response:
         """Wait until every choice has ended, and respond with what `describe` makes of the choices."""
 
         async def answer() -> bytes:
@@ -192,20 +206,23 @@ class Generation:
         write: Callable[[ChoiceOutput], Iterable[bytes]],
         write_last: Callable[[], Iterable[bytes]] = tuple,
         write_error: WriteError = error_event,
+        first: bytes = b"",
         done: bytes = DONE,
     ) -> AsyncGenerator[bytes]:
-        """Yield Server-Sent Events: those that `write` makes of each output, those of `write_last`, and `done`.
+        """Yield Server-Sent Events: `first`, what `write` makes of each output, `write_last`, and `done`.
 
         The events of all outputs that wait are one item. A choice that fails ends with the event of `write_error`. Most
         outputs with only new tokens are not yielded: the `ChunkWriter` of the connection writes their events directly.
         """
 
         def events_of(output: ChoiceOutput) -> bytes:
-            if output.result.error is None:
+            if output.last.error is None:
                 return b"".join(write(output))
-            content = error_content(notes, generation_error(output.result.error))
+            content = error_content(notes, generation_error(output.last.error))
             return write_error({"id": self.id, "choice": output.index} | content)
 
+        if first:
+            yield first
         notes = self.call.notes
         if notes.chunk_writer is not None:
             self._stream.write_directly_with(partial(self._write_directly, notes.chunk_writer, events_of))
@@ -252,26 +269,3 @@ async def start_generation(inputs: Inputs) -> Generation:
     plan = await plan_generation(inputs)
     inputs.call.reservation.reserve(plan.reserved_bytes)
     return Generation(plan, inputs, inputs.call.state.worker.admit(plan.requests, inputs.call.arrived))
-
-
-class Choice:
-    """Collects the outputs of one choice for an answer that is not streamed."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.prompt_tokens: list[TokenOutput] = []
-        self.tokens: list[TokenOutput] = []
-        self.traces: list[orjson.Fragment] = []
-        self.last: Output | None = None
-
-    def add(self, output: ChoiceOutput) -> None:
-        self.prompt_tokens += output.result.prompt_tokens
-        self.tokens += output.result.tokens
-        if output.trace is not None:
-            self.traces.append(output.trace)
-        if output.result.end is not None:
-            self.last = output.result
-
-    @property
-    def text(self) -> str:
-        return "".join(token.text for token in (*self.prompt_tokens, *self.tokens))

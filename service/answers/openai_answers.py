@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import orjson
 
@@ -24,6 +24,8 @@ from service.answers.generation import Generation
 from service.http.errors import draining, timed_out
 from service.http.openai_schemas import OpenAIRequest
 from service.http.sse import event
+
+Own = TypeVar("Own")
 
 
 def usage(generation: Generation, num_reasoning: int | None = None) -> CompletionUsage:
@@ -101,6 +103,15 @@ class TokenStrings:
             is_taken = text in result or (text == own and each != token_id)
             result[f"token_id:{each}" if is_taken else text] = logprob
         return result
+
+
+def with_top(
+    token: TokenOutput, fields: Callable[[int, float], Sequence[Any]], one: Callable[..., Any], own: Callable[..., Own]
+) -> Own:
+    """A token with its log-probability and the most likely ones at its place, of which each is `one`."""
+    assert token.logprobs is not None
+    top = [one(*fields(*pair)) for pair in token.logprobs.top]
+    return own(*fields(token.token_id, token.logprobs.chosen), top)
 
 
 class OpenAIWriter:

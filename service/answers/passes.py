@@ -50,7 +50,7 @@ def wants_safetensors(request: Request) -> bool:
 
 @dataclass(frozen=True)
 class PassAnswer:
-    """The answer of one pass: its result, and the tensors of a safetensors answer."""
+    """The answer of one pass: its result, and its tensors, which only a safetensors answer has."""
 
     content: PromptResult | Attribution[Any]
     tensors: Mapping[str, Tensor]
@@ -242,5 +242,5 @@ async def _run_group(call: RouteCall, group: AnswerGroup) -> bytes | memoryview:
     for each in group.answers:
         metrics.queue_seconds.observe(group.waited)
         metrics.trace_seconds.observe(group.seconds / len(group.answers))
-        metrics.note_prompt_tokens(each.num_tokens)
+        metrics.num_prompt_tokens += each.num_tokens
     return content

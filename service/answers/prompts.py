@@ -138,17 +138,7 @@ def find_positions(
 
 def token_answers(ids: Sequence[int], checkpoint: Checkpoint, start: int = 0) -> Sequence[PositionedToken]:
     """Tokens with their texts and positions; the first is at position `start`."""
-    return describe_tokens(ids, partial(token_text, checkpoint), start)
-
-
-def token_text(checkpoint: Checkpoint, token_id: int) -> str | None:
-    """The text of one token. None if there is no tokenizer, or if it does not have the id.
-
-    The embedding table of some networks has more rows than the tokenizer has tokens.
-    """
-    if checkpoint.tokenizer is None or token_id >= checkpoint.tokenizer.vocab_size:
-        return None
-    return checkpoint.tokenizer.token_text(token_id)
+    return describe_tokens(ids, checkpoint.text_of, start)
 
 
 def longest_token_bytes(checkpoint: Checkpoint) -> int:

@@ -17,6 +17,7 @@ from service.http.openai_schemas import (
     Message,
     Nullable,
     ResponseFormat,
+    ResponseToolChoice,
     Tool,
     ToolCall,
     ToolChoice,
@@ -33,7 +34,6 @@ from service.http.responses_schemas import (
     MessageItem,
     ReasoningItem,
     ResponsesRequest,
-    ResponseToolChoice,
     TextFormat,
 )
 from service.stored_responses import ResponseStore

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import orjson
 
+from forwardscope.results.openai import CompletionTokensDetails
 from forwardscope.results.responses import (
     ArgumentsDone,
     IncompleteDetails,
@@ -31,7 +32,6 @@ from forwardscope.results.responses import (
     ResponseError,
     ResponseEvent,
     ResponseInputDetails,
-    ResponseOutputDetails,
     ResponseUsage,
     TextDone,
     TraceEvent,
@@ -39,12 +39,12 @@ from forwardscope.results.responses import (
 from model.text.transcript import TokenOutput
 from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
-from service.answers.generation import Choice
-from service.answers.openai_answers import TokenStrings
+from service.answers.generation import ChoiceOutput
+from service.answers.openai_answers import TokenStrings, with_top
 from service.http.encoding import open_json, to_json
-from service.http.openai_schemas import Nullable
-from service.http.responses_schemas import LOGPROBS, FunctionTool, ResponsesRequest, ResponseToolChoice
-from service.http.sse import event
+from service.http.openai_schemas import Nullable, ResponseToolChoice
+from service.http.responses_schemas import LOGPROBS, FunctionTool, ResponsesRequest
+from service.http.sse import event_of
 
 TEXT_MARK = "\0"  # the place of the text in `OpenItem.frame`; no other text of an event has it
 NUMBER = b'"sequence_number":'
@@ -187,13 +187,13 @@ class ResponseWriter:
         response = self._response("failed", error=ResponseError(code, error["message"]))
         return self._event(ResponseEvent, type="response.failed", response=response)
 
-    def answer(self, choice: Choice) -> ModelResponse:
+    def answer(self, choice: ChoiceOutput) -> ModelResponse:
         """The whole response, of a choice that has ended."""
-        whole = self._stream.read_tokens(choice) if self.has_logprobs else [self._stream.read_whole(choice)]
+        whole = self._stream.read_each(choice) if self.has_logprobs else [self._stream.read(choice)]
         for output in whole:
             for _ in self.events(output):
                 pass
-        return self._whole(trace=choice.traces if self._generation.is_traced else None)
+        return self._whole(trace=choice.traces)
 
     def _whole(self, **fields: Any) -> ModelResponse:
         """The response when all of its output has been written."""
@@ -204,7 +204,7 @@ class ResponseWriter:
             input_tokens=num_input,
             input_tokens_details=ResponseInputDetails(num_cached, num_input - num_cached),
             output_tokens=num_output,
-            output_tokens_details=ResponseOutputDetails(self._stream.num_reasoning),
+            output_tokens_details=CompletionTokensDetails(self._stream.num_reasoning),
             total_tokens=num_input + num_output,
         )
         fields |= {"usage": usage, "edits": generation.edit_answers(0)}
@@ -233,7 +233,7 @@ class ResponseWriter:
         assert item is not None
         item.texts.append(text)
         if self._tokens and item.kind == "message":
-            logprobs = [self._logprob(token) for token in self._tokens]
+            logprobs = [with_top(token, self._token, OutputTopLogprob, OutputLogprob) for token in self._tokens]
             item.logprobs += logprobs
             frame = event_of(item.delta(self._number, text, logprobs))
         else:
@@ -274,11 +274,6 @@ class ResponseWriter:
         self._number += 1
         return event_of(content)
 
-    def _logprob(self, token: TokenOutput) -> OutputLogprob:
-        assert token.logprobs is not None
-        top = [OutputTopLogprob(*self._token(*pair)) for pair in token.logprobs.top]
-        return OutputLogprob(*self._token(token.token_id, token.logprobs.chosen), top)
-
     def _token(self, token_id: int, logprob: float) -> tuple[str, list[int], float]:
         return self._strings.text(token_id), list(self._strings.raw(token_id) or b""), logprob
 
@@ -308,8 +303,3 @@ def echo(part: Nullable) -> dict[str, Any]:
     """A part of a request as the answer repeats it."""
     sent = part.model_dump(by_alias=True, exclude_unset=True)
     return {"type": part.type} | sent  # type: ignore[attr-defined]  # all these parts have a type
-
-
-def event_of(content: Any) -> bytes:
-    """Encode an event under its own type."""
-    return event(content, content.type)

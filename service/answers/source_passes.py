@@ -33,7 +33,7 @@ async def run_sources(sources: Mapping[Any, SourcePass], call: ModelCall) -> Map
     network = adapted_network(call.checkpoint, call.adapter)
     jobs = [partial(compute_source, network, each) for each in sources.values()]
     found = await unless_disconnected(call.request, run_jobs(call, jobs))
-    call.state.metrics.note_prompt_tokens(num_tokens)
+    call.state.metrics.num_prompt_tokens += num_tokens
     return dict(zip(sources, found, strict=True))
 
 

@@ -11,7 +11,7 @@ from model.network.transformer import Transformer
 from model.tracing.stages import Stage, sizes_of
 from model.worked_examples import WORKED_EXAMPLES, WorkedExample, worked_example
 from service.answers.call import ModelCall, RouteCall
-from service.answers.prompts import Prompt, check_ids, longest_token_bytes, prompt_ids, token_text
+from service.answers.prompts import Prompt, check_ids, longest_token_bytes, prompt_ids
 from service.http.errors import invalid
 from service.state import State, check_model, find_adapter, served_checkpoint
 
@@ -71,7 +71,7 @@ def checkpoint_subject(checkpoint: Checkpoint, adapter: str | None) -> Subject:
         network=adapted_network(checkpoint, adapter),
         stages=checkpoint.stages,
         sizes=lambda num_tokens: sizes_of(config, num_tokens),
-        text_of=lambda token_id: token_text(checkpoint, token_id),
+        text_of=checkpoint.text_of,
         longest_token_bytes=longest_token_bytes(checkpoint),
         dtype=weight.dtype,
         device=weight.device,

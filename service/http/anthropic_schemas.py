@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from service.http.field_types import ShortText, Text, at_most
-from service.http.generate_schemas import GenerationRequest
+from service.http.generate_schemas import TOP_LOGPROBS, GenerationRequest
 from service.http.openai_schemas import (
     FUNCTION_NAME,
     MAX_MESSAGES,
-    TOP_LOGPROBS,
+    MAX_NEW_TOKENS,
     Ignored,
     JsonObject,
     Nullable,
@@ -118,12 +118,7 @@ class CountTokensRequest(ConversationRequest):
 class MessagesRequest(ConversationRequest, OtherServers, GenerationRequest):
     model_config = ConfigDict(**example(messages=[QUESTION], max_tokens=16), extra="ignore")
 
-    max_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="maximum number of new tokens; default: as many as there is room for, but 1024 with logprobs "
-        "or trace",
-    )
+    max_tokens: int | None = MAX_NEW_TOKENS
     n: int = Field(1, ge=1, le=1, description="always 1")
     logprobs: int | None = TOP_LOGPROBS
     stop_sequences: Annotated[list[ShortText], Field(fail_fast=True), at_most(200)] = Field(

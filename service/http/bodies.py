@@ -21,7 +21,7 @@ from starlette.types import Scope
 from model.errors import shortened
 from service.http.disconnects import unless_disconnected
 from service.http.errors import MAX_NAMES, ApiError, invalid, join_some, wrong_shape
-from service.http.field_names import alternatives, check_names, known_part, leave_out_unknown
+from service.http.field_names import alternatives, check_names, known_part
 from service.http.field_types import check_text
 from service.request_notes import notes_of
 
@@ -121,10 +121,7 @@ def parse(content: bytes, model: type[BaseModel], limit: int, ignored: list[str]
     except (ValueError, RecursionError) as error:  # also: too many digits, nested too deeply
         raise wrong_shape("body", f"not valid JSON: {error}", "json_invalid") from None
     branch = branch_of(values, model)
-    if ignored is None:
-        check_names(values, branch)
-    else:
-        ignored += leave_out_unknown(values, branch)
+    check_names(values, branch, ignored=ignored)
     try:
         body = branch.model_validate(values)
     except ValidationError as error:

@@ -16,22 +16,16 @@ class Buffers:
     def is_full(self) -> bool:
         return self.num_bytes >= self.max_bytes
 
-    def count(self, num_bytes: int) -> None:
-        """Add bytes that are now held; a negative number subtracts bytes that were freed."""
-        self.num_bytes += num_bytes
-
 
 class Reservation:
-    """The part of `Buffers` that one request holds. Call `release` when nothing of the request is held any more."""
+    """The part of `Buffers` that one request holds. Call `release` when nothing of the request is held any more.
+
+    `num_bytes` are the bytes that the request holds now: before an answer is reserved, those of its body.
+    """
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
-        self._num_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that the request holds now. Before an answer is reserved, these are the bytes of its body."""
-        return self._num_bytes
+        self.num_bytes = 0
 
     def reserve(self, num_bytes: int) -> None:
         """Reserve bytes that the request will need.
@@ -39,13 +33,13 @@ class Reservation:
         Raises 413 if they alone would exceed the limit, and 429 if they would together with those of other requests.
         """
         held, limit = self._buffers.num_bytes, self._buffers.max_bytes
-        if self._num_bytes + num_bytes > max(limit, SMALL_BYTES):
+        if self.num_bytes + num_bytes > max(limit, SMALL_BYTES):
             message = (
-                f"this request needs {self._num_bytes + num_bytes} bytes, but all requests together may hold {limit}; "
+                f"this request needs {self.num_bytes + num_bytes} bytes, but all requests together may hold {limit}; "
                 "ask for less, or start the server with more --max-buffered-bytes"
             )
             raise ApiError(413, message, code="request_too_large")
-        if self._num_bytes + num_bytes > SMALL_BYTES and held + num_bytes > limit:
+        if self.num_bytes + num_bytes > SMALL_BYTES and held + num_bytes > limit:
             message = (
                 f"this request needs {num_bytes} more bytes, but requests and unread responses already hold {held} of "
                 f"{limit} bytes; read your responses, then try again"
@@ -55,12 +49,8 @@ class Reservation:
 
     def count(self, num_bytes: int) -> None:
         """Count bytes that the request holds, whatever the limit; a negative number gives them back."""
-        self._num_bytes += num_bytes
-        self._buffers.count(num_bytes)
-
-    @property
-    def is_full(self) -> bool:
-        return self._buffers.is_full
+        self.num_bytes += num_bytes
+        self._buffers.num_bytes += num_bytes
 
     def release(self) -> None:
-        self.count(-self._num_bytes)
+        self.count(-self.num_bytes)

@@ -1,11 +1,11 @@
 """The JSON body of POST /compare."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from model.choices import Kernels, Quantization
-from service.http.field_types import Prompt, ShortText, StrictBody, at_most
+from service.http.field_types import OneOf, Prompt, ShortText, StrictBody, at_most
 from service.http.schemas import PROMPT, ModelRequest, example
 
 MAX_MAPPED = 4096  # names of tensors in a comparison
@@ -19,7 +19,7 @@ class CompareSetting(StrictBody):
     kernels: Kernels | None = None
 
 
-class CompareSource(StrictBody):
+class CompareSource(OneOf):
     """The other side of a comparison with the served model. Exactly one of the fields is set."""
 
     tensors: str | None = Field(None, description="a safetensors file of stages, as base64")
@@ -29,12 +29,6 @@ class CompareSource(StrictBody):
     setting: CompareSetting | None = Field(
         None, description="the served model itself, computed with these settings; {} as it is served"
     )
-
-    @model_validator(mode="after")
-    def _is_one(self) -> Self:
-        if sum(value is not None for value in (self.tensors, self.path, self.setting)) != 1:
-            raise ValueError("set exactly one of tensors, path and setting")
-        return self
 
 
 class CompareRequest(ModelRequest):

@@ -69,10 +69,6 @@ class Connections:
     def __len__(self) -> int:
         return len(self._open) + len(self._reserved)
 
-    def protocol(self, **options: Any) -> "Connection":
-        """Make a new connection. uvicorn calls this for each client."""
-        return Connection(self, **options)
-
     def add(self, connection: "Connection") -> None:
         """Admit a new connection.
 

@@ -147,23 +147,13 @@ def alternatives(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def check_names(value: Any, *models: type[BaseModel]) -> None:
+def check_names(value: Any, *models: type[BaseModel], ignored: list[str] | None = None) -> None:
     """Raise 422 for the first object with a field that its model does not know, and suggest a known field.
 
-    Of several models, the value may be any.
+    Of several models, the value may be any. With `ignored`, unknown fields are removed from the objects whose model
+    ignores them, and their paths are added to it. A field that is null counts as not sent then, in all objects.
     """
-    _check(value, Shape(models), (), None)
-
-
-def leave_out_unknown(value: Any, *models: type[BaseModel]) -> list[str]:
-    """Remove unknown fields from the objects whose model ignores them, and return their paths.
-
-    A field that is null counts as not sent, in all objects. Raises 422 for other unknown fields of objects whose model
-    forbids them.
-    """
-    ignored: list[str] = []
     _check(value, Shape(models), (), ignored)
-    return ignored
 
 
 def _check(value: Any, shape: Shape, path: tuple[int | str, ...], ignored: list[str] | None) -> None:

@@ -4,9 +4,11 @@ Requests are strict: an unknown field, a boolean instead of a number, NaN, a NUL
 error, and is never ignored. Of unknown fields, the routes of other APIs leave out some (bodies.py).
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
+
+from model.errors import join_words
 
 
 def check_text(text: str) -> str:
@@ -39,6 +41,13 @@ TokenId = Annotated[int, Field(ge=0)]
 Index = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Indices = Annotated[list[Index], Field(fail_fast=True, min_length=1)]
+
+
+def _is_lists(value: Any) -> str:
+    return "lists" if isinstance(value, list) and value and isinstance(value[0], list) else "list"
+
+
+LIST_OR_LISTS = Discriminator(_is_lists)
 Prompt = Annotated[
     Text | TokenIds,
     Field(description="text, or token ids, which are used as they are"),
@@ -49,3 +58,15 @@ class StrictBody(BaseModel):
     """The base of all JSON objects of requests, and of queries."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class OneOf(StrictBody):
+    """An object of which exactly one field is set."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        fields = type(self).model_fields
+        if sum(getattr(self, name) is not None for name in fields) != 1:
+            names = [field.alias or name for name, field in fields.items()]
+            raise ValueError(f"set exactly one of {join_words(names, 'and')}")
+        return self

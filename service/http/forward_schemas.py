@@ -1,11 +1,11 @@
 """The JSON body of POST /forward."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from service.http.edit_schemas import SCALES, Scales
-from service.http.field_types import Indices, ShortText, TokenId, at_most
+from service.http.field_types import LIST_OR_LISTS, Indices, ShortText, TokenId, at_most
 from service.http.schemas import (
     BASELINE,
     MAX_PROMPTS,
@@ -18,16 +18,11 @@ from service.http.schemas import (
     example,
 )
 
-
-def _kind_of_targets(value: Any) -> str:
-    return "lists" if isinstance(value, list) and value and isinstance(value[0], list) else "list"
-
-
 TargetIds = Annotated[list[TokenId | None], Field(fail_fast=True)]
 Targets = Annotated[
     Annotated[TargetIds, Tag("list")]
     | Annotated[list[TargetIds], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("lists")],
-    Discriminator(_kind_of_targets),
+    LIST_OR_LISTS,
 ]
 
 

@@ -1,15 +1,22 @@
 """The JSON body of POST /generate."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from service.http.edit_schemas import SCALES, Scales
-from service.http.field_types import Indices, Prompt, ShortText, StrictBody, Text, TokenId, at_most
+from service.http.field_types import Indices, OneOf, Prompt, ShortText, StrictBody, Text, TokenId, at_most
 from service.http.schemas import PROMPT, EditedRequest, Globs, Positions, example
 
 ChoiceText = Annotated[Text, Field(min_length=1, max_length=1 << 12)]
 MAX_TOP_K = 2**31 - 1
+MAX_TOP = 20
+TOP_LOGPROBS: Any = Field(
+    None,
+    ge=0,
+    le=MAX_TOP,
+    description="report the log-probabilities of each token and of this many most likely ones",
+)
 MAX_ENTRIES = 1024
 MAX_BAD_WORDS = 64
 BadWord = Annotated[Text, Field(min_length=1, max_length=200)]
@@ -42,7 +49,7 @@ class TraceRequest(StrictBody):
     )
 
 
-class StructuredOutputs(StrictBody):
+class StructuredOutputs(OneOf):
     """A constraint on the generated text. Exactly one of the fields is set."""
 
     json_schema: dict[str, Any] | Annotated[Text, Field(max_length=MAX_GRAMMAR_BYTES)] | None = Field(
@@ -57,12 +64,6 @@ class StructuredOutputs(StrictBody):
     grammar: Annotated[Text, Field(min_length=1, max_length=MAX_GRAMMAR_BYTES)] | None = Field(
         None, description="a context-free grammar, in Lark (as llguidance reads it) or in EBNF (as llama.cpp does)"
     )
-
-    @model_validator(mode="after")
-    def _is_one(self) -> Self:
-        if sum(value is not None for value in (self.json_schema, self.regex, self.choice, self.grammar)) != 1:
-            raise ValueError("set exactly one of json, regex, choice and grammar")
-        return self
 
 
 class GenerationRequest(EditedRequest):
@@ -130,12 +131,7 @@ class GenerateRequest(GenerationRequest):
     model_config = example(prompt=PROMPT, max_tokens=32, temperature=0.8, seed=7)
 
     prompt: Prompt
-    logprobs: int | None = Field(
-        None,
-        ge=0,
-        le=20,
-        description="report the log-probability of the chosen token and of this many most likely ones",
-    )
+    logprobs: int | None = TOP_LOGPROBS
     echo: bool = Field(False, description="return the tokens of the prompt first, as if they had been generated")
     baseline: bool = Field(
         False,

@@ -5,7 +5,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from service.http.field_types import ShortText, Text, at_most
-from service.http.openai_schemas import MAX_TOP, Nullable, OpenAIRequest, not_implemented
+from service.http.generate_schemas import MAX_TOP
+from service.http.openai_schemas import Nullable, OpenAIRequest, not_implemented
 from service.http.schemas import example
 
 MAX_FILES = 256

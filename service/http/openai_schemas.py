@@ -16,10 +16,9 @@ from pydantic_core import CoreSchema
 from service.http.errors import invalid
 from service.http.field_names import alternatives
 from service.http.field_types import ShortText, StrictBody, Text, TokenIds, at_most
-from service.http.generate_schemas import MAX_TOP_K, GenerationRequest
+from service.http.generate_schemas import MAX_TOP, MAX_TOP_K, TOP_LOGPROBS, GenerationRequest
 from service.http.schemas import PROMPT, PROMPT_KIND, example
 
-MAX_TOP = 20
 MINUS_ONE = frozenset({"max_tokens", "max_completion_tokens", "seed"})  # -1 means the default
 MAX_MESSAGES = 4096
 FUNCTION_NAME = r"^[a-zA-Z0-9_.:/-]{1,128}$"
@@ -106,11 +105,11 @@ def check_implemented(body: Nullable, where: str = "") -> None:
                 raise invalid(f"{where}{name}", reason, "not_implemented")
 
 
-TOP_LOGPROBS: Any = Field(
+MAX_NEW_TOKENS: Any = Field(
     None,
-    ge=0,
-    le=MAX_TOP,
-    description="report the log-probabilities of each token and of this many most likely ones",
+    ge=1,
+    description="maximum number of new tokens; default: as many as the context and the cache have room for, but 1024 "
+    "with log-probabilities or trace",
 )
 
 
@@ -358,14 +357,17 @@ class AllowedTools(Nullable):
     tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1), at_most(128)]
 
 
-class ToolChoice(NamedTool):
+class ResponseToolChoice(NamedTool):
+    """One function by its name, or the functions that are allowed."""
+
+    mode: Literal["auto", "required"] = Field("auto", description="of allowed tools")
+    tools: Annotated[list[NamedTool], Field(fail_fast=True), at_most(128)] = Field([], description="allowed tools")
+
+
+class ToolChoice(ResponseToolChoice):
     """One function by its name, a choice such as `{"type": "auto"}`, or the functions that are allowed."""
 
     allowed_tools: AllowedTools | None = None
-    mode: Literal["auto", "required"] = Field(
-        "auto", description="of allowed tools in the form without `allowed_tools`"
-    )
-    tools: Annotated[list[NamedTool], Field(fail_fast=True), at_most(128)] = Field([])
 
 
 class JsonSchema(Nullable):
@@ -401,12 +403,7 @@ class ChatRequest(ChatFields):
     )
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES)]
-    max_completion_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="maximum number of new tokens; default: as many as the context and the cache have room for, "
-        "but 1024 with logprobs or trace",
-    )
+    max_completion_tokens: int | None = MAX_NEW_TOKENS
     logprobs: bool = Field(False, description="report the log-probabilities of the new tokens")
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP, description="with `logprobs`: report this many most likely tokens as well"

@@ -8,17 +8,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from service.http.field_types import ShortText, StrictBody, Text, at_most
+from service.http.generate_schemas import MAX_TOP
 from service.http.openai_schemas import (
     MAX_MESSAGES,
-    MAX_TOP,
+    MAX_NEW_TOKENS,
     ChatFields,
     ContentPart,
     Function,
     Ignored,
     JsonObject,
     JsonSchema,
-    NamedTool,
     Nullable,
+    ResponseToolChoice,
     not_implemented,
 )
 from service.http.schemas import example
@@ -95,8 +96,8 @@ class ItemReference(Nullable):
     id: ShortText
 
 
-class OtherItem(Nullable):
-    """An item that only tools of other servers make. It is left out."""
+class Other(Nullable):
+    """An item that only tools of other servers make, or such a tool. It is left out."""
 
     type: ShortText
 
@@ -129,7 +130,7 @@ InputItem = Annotated[
     | Annotated[CallOutputItem, Tag("call output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ItemReference, Tag("reference")]
-    | Annotated[OtherItem, Tag("other")],
+    | Annotated[Other, Tag("other")],
     Discriminator(kind_of_item),
 ]
 
@@ -143,26 +144,13 @@ class FunctionTool(Function):
     type: Literal["function"] = "function"
 
 
-class OtherTool(Nullable):
-    """A tool of another type. It is left out, as nobody here runs it."""
-
-    type: ShortText
-
-
 def kind_of_tool(value: Any) -> str:
     return "function" if not isinstance(value, dict) or value.get("type") in ("function", None) else "other"
 
 
 ResponseTool = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(kind_of_tool)
+    Annotated[FunctionTool, Tag("function")] | Annotated[Other, Tag("other")], Discriminator(kind_of_tool)
 ]
-
-
-class ResponseToolChoice(NamedTool):
-    """One function by its name, or the functions that are allowed."""
-
-    mode: Literal["auto", "required"] = Field("auto", description="of allowed tools")
-    tools: Annotated[list[NamedTool], Field(fail_fast=True), at_most(128)] = Field([], description="allowed tools")
 
 
 class TextFormat(JsonSchema):
@@ -203,12 +191,7 @@ class ResponsesRequest(ChatFields):
     metadata: Annotated[
         dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]], at_most(MAX_METADATA)
     ] = Field({}, description="texts that come back in the answer")
-    max_output_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="maximum number of new tokens; default: as many as the context and the cache have room for, but "
-        "1024 with log-probabilities or trace",
-    )
+    max_output_tokens: int | None = MAX_NEW_TOKENS
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     tools: Annotated[list[ResponseTool], Field(fail_fast=True), at_most(128)] = Field([], description="functions")

@@ -2,20 +2,15 @@
 
 from typing import Annotated
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
-from service.http.field_types import Prompt, ShortText, Text, TokenIds, at_most
+from service.http.field_types import LIST_OR_LISTS, Prompt, ShortText, Text, TokenIds, at_most
 from service.http.schemas import MAX_PROMPTS, EditedRequest, example
 
-
-def _kind_of_continuations(value: object) -> str:
-    return "lists of ids" if isinstance(value, list) and value and isinstance(value[0], list) else "texts"
-
-
 Continuations = Annotated[
-    Annotated[list[Text], Field(fail_fast=True, min_length=1), at_most(MAX_PROMPTS), Tag("texts")]
-    | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1), at_most(MAX_PROMPTS), Tag("lists of ids")],
-    Discriminator(_kind_of_continuations),
+    Annotated[list[Text], Field(fail_fast=True, min_length=1), at_most(MAX_PROMPTS), Tag("list")]
+    | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1), at_most(MAX_PROMPTS), Tag("lists")],
+    LIST_OR_LISTS,
 ]
 
 

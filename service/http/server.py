@@ -7,13 +7,14 @@ import math
 import signal
 import socket
 import sys
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
 
-from service.http.connections import RESERVED, ConnectionLimits, Connections
+from service.http.connections import RESERVED, Connection, ConnectionLimits, Connections
 from service.settings import Settings
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def make_server(app: FastAPI) -> "DrainingServer":
     state.metrics.watch("http_connections", "Open connections", lambda: len(connections))
     config = uvicorn.Config(
         app,
-        http=connections.protocol,  # type: ignore[arg-type]  # uvicorn wants a class, but calls it like a function
+        http=partial(Connection, connections),  # type: ignore[arg-type]  # uvicorn wants a class, but only calls it
         ws="none",
         log_config=None,
         # At the level "warning", uvicorn would log each invalid request.

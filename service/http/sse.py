@@ -24,6 +24,11 @@ def event(content: Any, kind: str | None = None) -> bytes:
     return (b"" if kind is None else f"event: {kind}\n".encode()) + b"data: " + to_json(content) + b"\n\n"
 
 
+def event_of(content: Any) -> bytes:
+    """Encode an event under its own type."""
+    return event(content, kind=content.type)
+
+
 def error_content(notes: RequestNotes, error: ApiError) -> dict[str, Any]:
     """The content of the event of an error in a stream: the body of an error answer with the id of the request.
 

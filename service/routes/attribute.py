@@ -1,5 +1,8 @@
 """POST /attribute: which parts of the network, of the prompt or of its pass are responsible for a logit or the loss."""
 
+from collections.abc import Awaitable, Callable
+from typing import Any
+
 from fastapi import APIRouter, Request, Response
 
 from forwardscope.results.attributions import AnyAttribution
@@ -14,19 +17,20 @@ from service.answers.attribution.question import Question
 from service.answers.attribution.sweep import answer_sweep
 from service.answers.call import model_call
 from service.answers.prompts import prompt_ids
-from service.http.attribute_schemas import (
-    AttributeRequest,
-    AttributionPatchingRequest,
-    DirectRequest,
-    GradientRequest,
-    IntegratedGradientsRequest,
-    PatchingRequest,
-)
+from service.http.attribute_schemas import AttributeRequest
 from service.http.bodies import JsonRoute
 from service.http.openapi import SWEEP_EVENT, also
 from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
+METHODS: dict[str, Callable[[Any, Question], Awaitable[Response]]] = {
+    "direct": answer_direct,
+    "gradient": answer_gradient,
+    "integrated_gradients": answer_integrated_gradients,
+    "attribution_patching": answer_attribution_patching,
+    "patching": answer_sweep,
+    "logit_lens": answer_lens,
+}
 
 
 @router.post(
@@ -39,15 +43,4 @@ async def attribute(body: AttributeRequest, request: Request, state: StateDep) -
     fields = body.root
     call = model_call(fields, request, state)
     question = Question(**vars(call), ids=await prompt_ids(call, fields.prompt))
-    match fields:
-        case DirectRequest():
-            return await answer_direct(fields, question)
-        case GradientRequest():
-            return await answer_gradient(fields, question)
-        case IntegratedGradientsRequest():
-            return await answer_integrated_gradients(fields, question)
-        case AttributionPatchingRequest():
-            return await answer_attribution_patching(fields, question)
-        case PatchingRequest():
-            return await answer_sweep(fields, question)
-    return await answer_lens(fields, question)
+    return await METHODS[fields.method](fields, question)

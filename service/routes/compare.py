@@ -5,7 +5,6 @@ or addresses of their own: a path is looked up below one directory that the oper
 """
 
 import base64
-import binascii
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +30,6 @@ from service.http.bodies import JsonRoute
 from service.http.compare_schemas import CompareRequest, CompareSetting
 from service.http.encoding import to_json
 from service.http.errors import ApiError, invalid
-from service.http.openapi import error_answers
 from service.settings import Settings
 from service.state import StateDep
 
@@ -50,7 +48,6 @@ Source = StageTensors | OpenCheckpoint | None
     "/compare",
     summary="The first stage at which two models differ",
     response_model=comparisons.Comparison,
-    responses=error_answers(),
 )
 async def compare(body: CompareRequest, request: Request, state: StateDep) -> Response:
     call = model_call(body, request, state)
@@ -93,7 +90,7 @@ async def run(body: CompareRequest, call: ModelCall, ids: list[int]) -> bytes:
     state = call.state
     state.worker.check_room(len(ids))
     found = await state.worker.executors.run_long("comparisons", partial(compare_all, body, call, ids))
-    state.metrics.note_prompt_tokens(len(ids))
+    state.metrics.num_prompt_tokens += len(ids)
     return to_json(describe_comparison(found, call.checkpoint.name))
 
 
@@ -131,7 +128,7 @@ def read_tensors(text: str) -> StageTensors:
     """The stages that a request holds as base64. Raises 400 if they are not a safetensors file."""
     try:
         content = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise invalid("b.tensors", "is not base64; send the bytes of a safetensors file as base64") from None
     try:
         return read_safetensors_bytes(content, "b.tensors")

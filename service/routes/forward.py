@@ -98,8 +98,7 @@ def describe_pass(plan: ForwardPlan, found: Trace) -> tuple[dict[str, Any], dict
         "predictions": describe_predictions(plan.rows, top, plan.subject.text_of),
         "loss": describe_loss(found.loss, found.loss.tolist()),
     }
-    has_tensors = plan.encoding == "safetensors"
-    return fields, {name: tensor for name, tensor in values.items() if has_tensors and tensor is not None}
+    return fields, {name: tensor for name, tensor in values.items() if tensor is not None}
 
 
 def with_detail(kept: StageTrace, detail: Detail) -> StageTrace:

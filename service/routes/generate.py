@@ -11,7 +11,7 @@ from model.engine.request import Output
 from model.text.transcript import TokenOutput
 from service.answers.call import model_call
 from service.answers.edits import check_baseline
-from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation
+from service.answers.generation import ChoiceOutput, Generation, start_generation
 from service.answers.generation_changes import changes_answer
 from service.answers.generation_plan import Inputs, Options
 from service.answers.prompts import prompt_ids
@@ -69,17 +69,18 @@ class Events:
 
     def __call__(self, output: ChoiceOutput) -> Iterator[bytes]:
         yield from self._token_events(output)
-        if output.result.end is not None:
+        if output.last.end is not None:
             generation = self._generation
             edits = generation.edit_answers(output.index)
-            end = {**end_fields(output.result), "timings": generation.timings(), "edits": edits}
+            end = {**end_fields(output.last), "timings": generation.timings(), "edits": edits}
             yield event(generations.FinishEvent(generation.id, output.index, **end))
 
     def _token_events(self, output: ChoiceOutput) -> Iterator[bytes]:
         """Yield an event for each token. The last one has the trace; without tokens, the trace has its own event."""
         generation, index = self._generation, output.index
-        trace: Any = output.trace  # the JSON of a `StepTrace`
-        tokens = [*output.result.prompt_tokens, *output.result.tokens]
+        trace: Any  # the JSON of a `StepTrace`
+        (trace,) = output.traces or (None,)
+        tokens = [*output.prompt_tokens, *output.tokens]
         for token in tokens:
             last = trace if token is tokens[-1] else None
             yield event(generations.TokenEvent(generation.id, index, self._token(token), token.text, last))
@@ -103,7 +104,10 @@ async def answer(generation: Generation, has_baseline: bool) -> bytes:
 
 
 def describe(
-    generation: Generation, own: list[Choice], plain: list[Choice], changed: tuple[generations.ChoiceChanges, ...]
+    generation: Generation,
+    own: list[ChoiceOutput],
+    plain: list[ChoiceOutput],
+    changed: tuple[generations.ChoiceChanges, ...],
 ) -> generations.Generation:
     """Describe a generation: its choices, those of the baseline, and what the edits changed."""
     choices = [generations.Choice(**choice_fields(choice, generation)) for choice in own]
@@ -123,7 +127,7 @@ def describe(
     )
 
 
-async def changes(choice: Choice, generation: Generation) -> generations.ChoiceChanges:
+async def changes(choice: ChoiceOutput, generation: Generation) -> generations.ChoiceChanges:
     """Describe how far the edits have moved the residuals of a choice."""
     edits = generation.edits[0]
     assert edits is not None
@@ -131,17 +135,16 @@ async def changes(choice: Choice, generation: Generation) -> generations.ChoiceC
     return generations.ChoiceChanges(choice.index, await changes_answer(generation.call, edits, ids))
 
 
-def choice_fields(choice: Choice, generation: Generation) -> dict[str, Any]:
+def choice_fields(choice: ChoiceOutput, generation: Generation) -> dict[str, Any]:
     """The fields of a choice."""
-    assert choice.last is not None
     tokens = [*choice.prompt_tokens, *choice.tokens]
     has_logprobs = generation.params.logprobs is not None
     return {
         "choice": choice.index,
-        "text": choice.text,
+        "text": "".join(token.text for token in tokens),
         "tokens": tuple(token.token_id for token in tokens),
         "logprobs": tuple(describe_logprobs(token, generation.text_of) for token in tokens) if has_logprobs else None,
-        "trace": tuple(choice.traces) if generation.is_traced else None,
+        "trace": None if choice.traces is None else tuple(choice.traces),
         **end_fields(choice.last),
     }
 

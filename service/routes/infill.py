@@ -11,9 +11,9 @@ from model.text.fill_in_middle import middle_prompt, other_files
 from model.text.tokenizer import Tokenizer
 from model.text.transcript import TokenOutput
 from service.answers.call import ModelCall, model_call
-from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation
+from service.answers.generation import ChoiceOutput, Generation, start_generation
 from service.answers.generation_plan import Inputs, Options
-from service.answers.openai_answers import TokenStrings, finish_reason
+from service.answers.openai_answers import TokenStrings, finish_reason, with_top
 from service.answers.prompts import tokenize
 from service.http.bodies import JsonRoute
 from service.http.errors import invalid, no_effect
@@ -87,24 +87,22 @@ class Writer:
         self._generation = generation
         self._strings = TokenStrings(generation.call.checkpoint.tokenizer, as_ids=False)
 
-    def answer(self, choices: list[Choice]) -> InfillAnswer:
+    def answer(self, choices: list[ChoiceOutput]) -> InfillAnswer:
         (choice,) = choices
-        assert choice.last is not None
-        traces = choice.traces if self._generation.is_traced else None
-        return self._end(choice.last, self._fields(choice.tokens, traces))
+        return self._end(choice)
 
     def events(self, output: ChoiceOutput) -> Iterator[bytes]:
         """Write the event for the output of one step."""
-        step = output.result
-        fields = self._fields(step.tokens, None if output.trace is None else [output.trace])
-        if step.end is not None:
-            yield event(self._end(step, fields))
-        elif step.tokens or output.trace is not None:
-            yield event(InfillPart(stop=False, **fields))
+        if output.last.end is not None:
+            yield event(self._end(output))
+        elif output.tokens or output.traces is not None:
+            yield event(InfillPart(stop=False, **self._fields(output)))
 
-    def _end(self, last: Any, fields: dict[str, Any]) -> InfillAnswer:
-        """The answer that ends with the output `last`."""
-        is_limit, word = finish_reason(last.end, self._generation) == "length", last.end.stop_reason
+    def _end(self, output: ChoiceOutput) -> InfillAnswer:
+        """The whole answer, or the last part of it."""
+        end = output.last.end
+        assert end is not None
+        is_limit, word = finish_reason(end, self._generation) == "length", end.stop_reason
         return InfillAnswer(
             stop=True,
             id=self._generation.id,
@@ -113,24 +111,22 @@ class Writer:
             stopping_word=word if isinstance(word, str) else "",
             tokens_cached=self._generation.num_cached,
             edits=self._generation.edit_answers(0),
-            **fields,
+            **self._fields(output),
         )
 
-    def _fields(self, tokens: Sequence[TokenOutput], traces: Sequence[Any] | None) -> dict[str, Any]:
-        body, generation = self._body, self._generation
+    def _fields(self, output: ChoiceOutput) -> dict[str, Any]:
+        body, generation, tokens = self._body, self._generation, output.tokens
         return {
             "content": "".join(token.text for token in tokens),
             "tokens": [token.token_id for token in tokens] if body.stream or body.return_tokens else (),
             "tokens_predicted": generation.num_generated,
             "tokens_evaluated": generation.num_prompt,
             "completion_probabilities": [self._token(token) for token in tokens] if body.n_probs else None,
-            "trace": traces,
+            "trace": output.traces,
         }
 
     def _token(self, token: TokenOutput) -> InfillToken:
-        assert token.logprobs is not None
-        top = [InfillLogprob(*self._logprob(*pair)) for pair in token.logprobs.top]
-        return InfillToken(*self._logprob(token.token_id, token.logprobs.chosen), top)
+        return with_top(token, self._logprob, InfillLogprob, InfillToken)
 
     def _logprob(self, token_id: int, logprob: float) -> tuple[int, str, list[int], float]:
         return token_id, self._strings.text(token_id), list(self._strings.raw(token_id) or b""), logprob

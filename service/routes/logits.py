@@ -117,7 +117,7 @@ def make_answer(plan: LogitsPlan, logits: Sequence[Tensor], timings: PassTimings
         tensors |= {f"baseline/{name}": tensor for name, tensor in plain_tensors.items()}
         fields["baseline"] = results.LogitsPass(positions=describe(plan, plain_tensors))
         fields["changes"] = Named([results.StageChange("logits", *change_of(plain[0], found))])
-    return PassAnswer(results.Logits(**plan.head(timings), **fields), tensors if plan.as_safetensors else {})
+    return PassAnswer(results.Logits(**plan.head(timings), **fields), tensors)
 
 
 def select(plan: LogitsPlan, logits: Tensor) -> dict[str, Tensor]:

@@ -31,7 +31,6 @@ from service.answers.subject import find_subject
 from service.http.bodies import JsonRoute
 from service.http.encoding import NAMES, Base64, cast
 from service.http.errors import invalid
-from service.http.openapi import error_answers
 from service.http.pattern_schemas import PatternDtype, PatternsRequest
 from service.state import StateDep
 
@@ -40,7 +39,7 @@ STEPS = 255  # of uint8 between 0 and 1
 TOLERANCE = 0.5 / STEPS  # a pattern that rounds to a step is not out of range
 
 
-@router.post("/patterns", summary="Attention maps of many heads", response_model=Patterns, responses=error_answers())
+@router.post("/patterns", summary="Attention maps of many heads", response_model=Patterns)
 async def patterns(body: PatternsRequest, request: Request, state: StateDep) -> Response:
     subject = find_subject(state, body.model, body.adapter)
     inputs = PromptInputs(route_call(request, state), subject, body, [body.prompt])

@@ -16,7 +16,7 @@ from model.errors import InvalidField
 from model.text.scored_continuations import MAX_TOKENIZED_BYTES, encode_continuations
 from model.text.transcript import TokenOutput
 from service.answers.call import ModelCall, model_call
-from service.answers.generation import Choice, Generation, start_generation
+from service.answers.generation import ChoiceOutput, Generation, start_generation
 from service.answers.generation_plan import Inputs, Options
 from service.answers.openai_answers import finish_reason
 from service.answers.prompts import check_ids, prompt_ids, refusing_overflow
@@ -24,14 +24,13 @@ from service.http.bodies import JsonRoute
 from service.http.disconnects import unless_disconnected
 from service.http.errors import invalid, invalid_field
 from service.http.generate_schemas import GenerationRequest
-from service.http.openapi import error_answers
 from service.http.score_schemas import ScoreRequest
 from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["text"])
 
 
-@router.post("/score", summary="Log-probabilities of continuations", response_model=Scores, responses=error_answers())
+@router.post("/score", summary="Log-probabilities of continuations", response_model=Scores)
 async def score(body: ScoreRequest, request: Request, state: StateDep) -> Response:
     call = model_call(body, request, state)
     ids, continuations = await read_texts(body, call)
@@ -45,7 +44,7 @@ async def score(body: ScoreRequest, request: Request, state: StateDep) -> Respon
     fields = GenerationRequest(edits=body.edits, cache_salt=body.cache_salt)
     prompts = [[*ids, *each] for each in continuations]
     generation = await start_generation(Inputs(call, fields, options, prompts))
-    return await generation.respond_with(answer(generation, len(ids)))
+    return await generation.respond(partial(describe, generation, len(ids)))
 
 
 async def read_texts(body: ScoreRequest, call: ModelCall) -> tuple[list[int], list[list[int]]]:
@@ -78,23 +77,17 @@ async def read_continuations(prompt: str, ids: list[int], texts: Sequence[str], 
         raise invalid_field(error) from None
 
 
-async def answer(generation: Generation, num_shared: int) -> bytes:
-    """Wait until every continuation is computed, and encode the answer."""
-    choices = await generation.collect()
-    lasts = [choice.last for choice in choices if choice.last is not None]
-    for last in lasts:
-        assert last.end is not None
-        finish_reason(last.end, generation)
-    return await generation.encode(lambda: describe(generation, choices, num_shared, lasts[0].num_cached))
-
-
-def describe(generation: Generation, choices: list[Choice], num_shared: int, num_cached: int) -> Scores:
+def describe(generation: Generation, num_shared: int, choices: list[ChoiceOutput]) -> Scores:
+    """Describe the computed continuations. Raises 503 if one was cancelled."""
+    for choice in choices:
+        assert choice.last.end is not None
+        finish_reason(choice.last.end, generation)
     num_scored = generation.num_prompt - num_shared * len(choices)
     queue_seconds = generation.timings().queue_seconds
     return Scores(
         model=generation.model_name,
         scores=tuple(score_of(choice.prompt_tokens[num_shared:], generation.text_of) for choice in choices),
-        usage=Usage(num_shared, num_scored, num_cached),
+        usage=Usage(num_shared, num_scored, choices[0].last.num_cached),
         timings=PassTimings(queue_seconds, time.perf_counter() - generation.call.arrived - queue_seconds),
         edits=generation.edit_answers(0),
     )

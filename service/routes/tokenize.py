@@ -11,12 +11,11 @@ from service.answers.budget import Budget, ResponseContents
 from service.answers.call import ModelCall, model_call
 from service.answers.conversations import conversation_ids, find_template
 from service.answers.offered_tools import read_tools
-from service.answers.prompts import check_ids, longest_token_bytes, token_answers, token_text
+from service.answers.prompts import check_ids, longest_token_bytes, token_answers
 from service.http.bodies import JsonRoute
 from service.http.encoding import to_json
 from service.http.errors import invalid, wrong_shape
 from service.http.openai_schemas import ChatRequest
-from service.http.openapi import error_answers
 from service.http.tokenize_schemas import DetokenizeRequest, TokenizeRequest
 from service.state import StateDep
 
@@ -27,7 +26,7 @@ OFFSET_BYTES = 24  # of the characters of a token
 PIECE = 4096  # tokens that are encoded as JSON at a time, so that other threads can run in between
 
 
-@router.post("/tokenize", summary="Text to token ids", response_model=Tokens | VllmTokens, responses=error_answers())
+@router.post("/tokenize", summary="Text to token ids", response_model=Tokens | VllmTokens)
 async def tokenize(body: TokenizeRequest, request: Request, state: StateDep) -> Response:
     call = model_call(body, request, state)
     checkpoint = call.checkpoint
@@ -53,7 +52,7 @@ async def tokenize(body: TokenizeRequest, request: Request, state: StateDep) -> 
             raise invalid(field, reason, "too_many_tokens") from None
         call.note_tokens(len(ids))
         if body.prompt is not None:
-            strings = tuple(token_text(checkpoint, each) for each in ids) if body.return_token_strs else None
+            strings = tuple(map(checkpoint.text_of, ids)) if body.return_token_strs else None
             return to_json(VllmTokens(len(ids), checkpoint.model.config.max_positions, tuple(ids), strings))
         offsets: Spans = []
         if body.return_offsets:
@@ -91,7 +90,7 @@ def encode_tokens(ids: Sequence[int], checkpoint: Checkpoint, offsets: Spans) ->
     return memoryview(content)
 
 
-@router.post("/detokenize", summary="Token ids to text", response_model=DecodedText, responses=error_answers())
+@router.post("/detokenize", summary="Token ids to text", response_model=DecodedText)
 async def detokenize(body: DetokenizeRequest, request: Request, state: StateDep) -> Response:
     call = model_call(body, request, state)
     tokenizer = _require(call.checkpoint.tokenizer, "tokens")

@@ -63,7 +63,7 @@ def test_an_event_that_cannot_be_written_is_reported_as_an_error(
     write: Callable[..., Any] = Events._token_events
 
     def fail_later(self: Events, output: Any) -> Any:
-        if output.result.num_generated == 20:
+        if output.last.num_generated == 20:
             raise RuntimeError("secret detail")
         return write(self, output)
 

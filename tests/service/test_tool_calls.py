@@ -397,7 +397,7 @@ def test_an_answer_that_is_cut_off_after_a_complete_call_says_so(ended: FinishRe
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Weather?"}], "stream": True})
     stream = ChatStream(cast(Generation, generation), [new_parser("tagged")])
     step = Output("c", 0, tokens=[TokenOutput(1, TAGGED)], end=End(ended))
-    *_, last = Writer(body, stream).chunks(stream.read(ChoiceOutput(0, step, None)))
+    *_, last = Writer(body, stream).chunks(stream.read(ChoiceOutput(0, [], step.tokens, None, step)))
     (choice,) = json.loads(last.removeprefix(b"data: "))["choices"]
     assert choice["finish_reason"] == reason
     begin, arguments = choice["delta"]["tool_calls"]

@@ -59,15 +59,12 @@ class Ingress:
         self._replicas, self._settings = replicas, Settings(**settings)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return ingress_app(self._replicas, self._settings)
-
-
-def ingress_app(replicas: DeploymentHandle, settings: Settings) -> Starlette:
-    """The application of the ingress. Requests pass the same checks as those to a single server."""
-    routes = [Mount("/", Forward(replicas, settings))]
-    cors = [Middleware(Cors, origins=settings.cors_origin)] if settings.cors_origin else []
-    gate = Middleware(Gate, routes=routes, buffers=Buffers(settings.max_buffered_bytes), settings=settings)
-    return Starlette(routes=routes, middleware=[*cors, Middleware(InternalErrors), gate])
+        """The application of the ingress. Requests pass the same checks as those to a single server."""
+        settings = self._settings
+        routes = [Mount("/", Forward(self._replicas, settings))]
+        cors = [Middleware(Cors, origins=settings.cors_origin)] if settings.cors_origin else []
+        gate = Middleware(Gate, routes=routes, buffers=Buffers(settings.max_buffered_bytes), settings=settings)
+        return Starlette(routes=routes, middleware=[*cors, Middleware(InternalErrors), gate])
 
 
 class Forward:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from fastapi import Response
 
-from forwardscope.results.attributions import Attribution, method_of
+from forwardscope.results.attributions import Attribution
 from model.analysis.attribution.gradients import gradient_bytes
 from model.network.float_copy import FloatNetwork
 from model.network.joint_passes import AdaptedNetwork
@@ -95,12 +95,12 @@ async def answer_gradients(
         with torch.no_grad():
             fields = job(copied)
         seconds = time.perf_counter() - began
-        head = question.head(kind, network.dtype, began - question.arrived, seconds, edits[0])
+        head = question.head(network.dtype, began - question.arrived, seconds, edits[0])
         content = to_json(kind(**head, **fields))
         state.metrics.gradient_seconds.observe(seconds)
         return content
 
     response = await question.respond(response_bytes, lambda: state.worker.executors.run_long("gradients", run))
-    state.metrics.note_prompt_tokens(num_tokens)
-    state.metrics.attributions.labels(method_of(kind)).inc()
+    state.metrics.num_prompt_tokens += num_tokens
+    state.metrics.attributions.labels(kind.method).inc()
     return response

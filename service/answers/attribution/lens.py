@@ -13,7 +13,7 @@ from service.answers.attribution.question import Plans, Question, read_token
 from service.answers.budget import Budget, ResponseContents, pass_bytes
 from service.answers.edits import answer_bytes
 from service.answers.passes import PassAnswer, PendingAnswer, answer_passes
-from service.answers.prompts import find_positions, longest_token_bytes, token_text
+from service.answers.prompts import find_positions, longest_token_bytes
 from service.http.attribute_schemas import LogitLensRequest
 from service.http.errors import ApiError, invalid
 
@@ -40,7 +40,7 @@ class LensAnswer:
         question = self._question
         dtype = question.checkpoint.model.embed.weight.dtype
         answer = LogitLens(
-            **question.head(LogitLens, dtype, waited, self._seconds, self._edits[0]),
+            **question.head(dtype, waited, self._seconds, self._edits[0]),
             token=None if self._token is None else question.token_answer(self._token),
             final=tuple(map(question.token_answer, self._run.final_tokens())),
             layers=tuple(self._describe(self._layers[name]) for name in self._run.stage_names),
@@ -62,7 +62,7 @@ class LensAnswer:
         return LensStage(
             stage=parts[0].stage,
             translated=parts[0].is_translated,
-            positions=describe_predictions(self._positions, top, partial(token_text, self._question.checkpoint)),
+            positions=describe_predictions(self._positions, top, self._question.checkpoint.text_of),
             token=None if self._token is None else tuple(followed),
             final=tuple(LensToken(**vars(each)) for part in parts for each in part.final),
         )

@@ -21,7 +21,7 @@ from model.tracing.stages import Stage, UnknownStage, select_rows, sizes_of
 from service.answers.budget import ResponseContents
 from service.answers.call import ModelCall
 from service.answers.edits import bind_edits, find_vector, read_edits
-from service.answers.prompts import Prompt, check_ids, longest_token_bytes, prompt_ids, token_answers, token_text
+from service.answers.prompts import Prompt, check_ids, longest_token_bytes, prompt_ids, token_answers
 from service.answers.stage_answers import select_stages
 from service.http.attribute_schemas import LogitRequest, TargetRequest
 from service.http.edit_schemas import Edit
@@ -63,19 +63,11 @@ class Question(ModelCall):
         return await bind_edits(own, self) if own else [None] * len(plans)
 
     def token_answer(self, token_id: int) -> Token:
-        return Token(token_id, token_text(self.checkpoint, token_id))
+        return Token(token_id, self.checkpoint.text_of(token_id))
 
-    def head(
-        self,
-        kind: type[results.Attribution[Any]],
-        dtype: torch.dtype,
-        waited: float,
-        seconds: float,
-        edits: EditPlan | None,
-    ) -> dict[str, Any]:
+    def head(self, dtype: torch.dtype, waited: float, seconds: float, edits: EditPlan | None) -> dict[str, Any]:
         """The fields that the answers of all methods have."""
         return {
-            "method": results.method_of(kind),
             "model": self.adapter or self.checkpoint.name,
             "tokens": token_answers(self.ids, self.checkpoint),
             "dtype": NAMES[dtype],

@@ -75,9 +75,7 @@ class SweepRun:
             stages.append(effects_answer(stage.name, dims, tensor))
             first += num_cells
         answer = results.Patching(
-            **question.head(
-                results.Patching, question.checkpoint.model.embed.weight.dtype, *self._timings(), plan.edits[0]
-            ),
+            **question.head(question.checkpoint.model.embed.weight.dtype, *self._timings(), plan.edits[0]),
             target=question.target_answer(plan.target),
             corrupted_tokens=token_answers(plan.corrupted, question.checkpoint),
             positions=tuple(plan.sweep.positions),
@@ -156,21 +154,14 @@ class SweepRun:
         if not plan.sweep.receivers:
             run = self._state.worker.executors.run_uncounted
             return await run("text", lambda: [patcher.edits(cell, plan.corrupted) for cell in cells])
-        self._state.metrics.note_prompt_tokens(len(cells) * len(plan.corrupted))
+        self._state.metrics.num_prompt_tokens += len(cells) * len(plan.corrupted)
         jobs = [partial(patcher.path_edits, cell, plan.corrupted, network) for cell in cells]
         return [await self._run(job) for job in jobs]
 
     async def _run(self, job: Callable[[], Result]) -> Result:
-        """Run a job on the network's thread, up to the deadline."""
-        try:
-            async with asyncio.timeout_at(self._deadline()):
-                return await self._state.worker.run(job)
-        except TimeoutError:
-            raise timed_out(self._state.settings.request_timeout_seconds) from None
-
-    def _deadline(self) -> float:
-        elapsed = time.perf_counter() - self._plan.question.arrived
-        return asyncio.get_running_loop().time() + self._state.settings.request_timeout_seconds - elapsed
+        """Run a job on the network's thread, within the timeout of the request."""
+        async with self._plan.question.in_time():
+            return await self._state.worker.run(job)
 
     def _group_size(self) -> int:
         """As many cells as one step computes, but at most half of the sequences that may run at a time.
@@ -188,16 +179,15 @@ class SweepRun:
         return max(1, min(most, self._state.settings.max_num_seqs // 2, by_tokens))
 
     async def _admit(self, requests: Sequence[EngineRequest]) -> RequestStream:
-        """Admit the requests of a group. A sweep that has begun waits until there is room, up to its deadline."""
-        while True:
-            try:
-                return self._state.worker.admit(requests, self._plan.question.arrived, in_series=True)
-            except ApiError as error:
-                if error.code != "queue_full" or not self._num_admitted:
-                    raise
-            if asyncio.get_running_loop().time() >= self._deadline():
-                raise timed_out(self._state.settings.request_timeout_seconds)
-            await asyncio.sleep(SECONDS_BETWEEN_TRIES)
+        """Admit the requests of a group. A sweep that has begun waits until there is room, up to its timeout."""
+        async with self._plan.question.in_time():
+            while True:
+                try:
+                    return self._state.worker.admit(requests, self._plan.question.arrived, in_series=True)
+                except ApiError as error:
+                    if error.code != "queue_full" or not self._num_admitted:
+                        raise
+                await asyncio.sleep(SECONDS_BETWEEN_TRIES)
 
     async def _values(self, passes: Sequence[tuple[Sequence[int], BoundEdits | None]]) -> list[float]:
         """Run passes in the engine, and return the target's value after each."""

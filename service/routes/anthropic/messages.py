@@ -15,7 +15,6 @@ from forwardscope.results.anthropic import (
     MessageBlock,
     MessageDelta,
     MessageEnd,
-    MessageEvent,
     MessagesError,
     MessageStart,
     MessageStop,
@@ -37,14 +36,14 @@ from service.answers.call import ModelCall, model_call
 from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning, block_key, join_pieces
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
 from service.answers.chats import BYTES_PER_CHECK, count_prompt, start_chat
-from service.answers.generation import Choice
+from service.answers.generation import ChoiceOutput
 from service.answers.openai_answers import ChunkTemplate
 from service.http.anthropic_schemas import ConversationRequest, CountTokensRequest, MessagesRequest
 from service.http.bodies import JsonRoute
 from service.http.encoding import json_response
 from service.http.errors import anthropic_error
 from service.http.openapi import MESSAGE_EVENT, also, error_answers
-from service.http.sse import EventStream, event
+from service.http.sse import EventStream, event, event_of
 from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["anthropic"])
@@ -62,11 +61,11 @@ async def messages(body: MessagesRequest, request: Request, state: StateDep) -> 
     conversion = await convert(body, call)
     with call.renamed(conversion.name):
         stream = await start_chat(conversion.chat, call, id_prefix="msg_")
-    writer = Writer(stream)
+    generation, writer = stream.generation, Writer(stream)
     if body.stream:
-        events = stream.events(writer.events, write_error=write_error, done=b"")
-        return EventStream(events, on_close=stream.generation.close, keep_alive=write(Ping()))
-    return await stream.generation.respond(writer.answer)
+        events = generation.events(stream.writing(writer.events), write_error=write_error, done=b"")
+        return EventStream(events, on_close=generation.close, keep_alive=event_of(Ping()))
+    return await generation.respond(writer.answer)
 
 
 @router.post(
@@ -102,12 +101,12 @@ class Writer:
         self._key: object = None  # of the open block
         self._text_delta = ChunkTemplate(lambda text: b"")  # of the open block
 
-    def answer(self, choices: list[Choice]) -> AssistantMessage:
+    def answer(self, choices: list[ChoiceOutput]) -> AssistantMessage:
         (choice,) = choices
-        output = self._stream.read_whole(choice)
+        output = self._stream.read(choice)
         assert output.end is not None
         return self._message(
-            content=[whole_block(*block) for block in join_pieces(output.pieces)],
+            content=[block_of(*block, SIGNATURE) for block in join_pieces(output.pieces)],
             **end_fields(output.end),
             logprobs=self._logprobs(output),
             trace=output.traces,
@@ -132,18 +131,18 @@ class Writer:
         """Write the events for the output of one step. Our own fields are in a ping, which clients skip."""
         if not self._has_begun:
             self._has_begun = True
-            yield write(MessageStart(message=self._message(content=(), stop_reason=None, stop_sequence=None)))
+            yield event_of(MessageStart(message=self._message(content=(), stop_reason=None, stop_sequence=None)))
         logprobs = self._logprobs(output) or None
         if logprobs or output.traces:
             (trace,) = output.traces or (None,)
-            yield write(Ping(logprobs=logprobs, trace=trace))
+            yield event_of(Ping(logprobs=logprobs, trace=trace))
         for piece in output.pieces:
             yield from self._piece_events(piece)
         if output.end is not None:
             yield from self._end_block()
             end = MessageEnd(**end_fields(output.end))
-            yield write(MessageDelta(delta=end, usage=self._usage(), edits=self._generation.edit_answers(0)))
-            yield write(MessageStop())
+            yield event_of(MessageDelta(delta=end, usage=self._usage(), edits=self._generation.edit_answers(0)))
+            yield event_of(MessageStop())
 
     def _logprobs(self, output: ChatOutput) -> Sequence[TokenLogprob] | None:
         """The log-probabilities of the tokens, if the request asks for them."""
@@ -154,8 +153,8 @@ class Writer:
     def _piece_events(self, piece: Piece) -> Iterator[bytes]:
         if block_key(piece) != self._key:
             yield from self._end_block()
-            self._key, self._block = block_key(piece), empty_block(piece)
-            yield write(ContentBlockStart(index=self._num_blocks, content_block=self._block))
+            self._key, self._block = block_key(piece), block_of(piece)
+            yield event_of(ContentBlockStart(index=self._num_blocks, content_block=self._block))
             self._num_blocks += 1
             self._text_delta = ChunkTemplate(lambda text: self._delta(TextDelta(text=text)))
         if isinstance(piece, Content):
@@ -166,35 +165,24 @@ class Writer:
             yield self._delta(InputJsonDelta(partial_json=piece.text))
 
     def _delta(self, delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta) -> bytes:
-        return write(ContentBlockDelta(index=self._num_blocks - 1, delta=delta))
+        return event_of(ContentBlockDelta(index=self._num_blocks - 1, delta=delta))
 
     def _end_block(self) -> Iterator[bytes]:
         if isinstance(self._block, ThinkingBlock):
             yield self._delta(SignatureDelta(signature=SIGNATURE))
         if self._block is not None:
-            yield write(ContentBlockStop(index=self._num_blocks - 1))
-
-
-def write(content: MessageEvent) -> bytes:
-    return event(content, kind=content.type)
+            yield event_of(ContentBlockStop(index=self._num_blocks - 1))
 
 
 def write_error(content: dict[str, Any]) -> bytes:
     return event(anthropic_error(content), kind="error")
 
 
-def empty_block(piece: Piece) -> MessageBlock:
-    """The block that begins with a piece, without its content."""
-    if isinstance(piece, CallBegin):
-        return ToolUseBlock(id=piece.id, name=piece.name, input={})
-    return ThinkingBlock(thinking="", signature="") if isinstance(piece, Reasoning) else TextBlock(text="")
-
-
-def whole_block(first: Piece, text: str) -> MessageBlock:
-    """The block that begins with a piece, with its whole text."""
+def block_of(first: Piece, text: str = "", signature: str = "") -> MessageBlock:
+    """The block that begins with a piece, with its whole text; by default without content."""
     if isinstance(first, CallBegin):
         return ToolUseBlock(id=first.id, name=first.name, input=input_of(text))
-    return ThinkingBlock(thinking=text, signature=SIGNATURE) if isinstance(first, Reasoning) else TextBlock(text=text)
+    return ThinkingBlock(thinking=text, signature=signature) if isinstance(first, Reasoning) else TextBlock(text=text)
 
 
 def end_fields(end: ChatEnd) -> dict[str, Any]:

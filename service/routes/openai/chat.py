@@ -28,8 +28,8 @@ from service.answers.call import model_call
 from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning, join_pieces, text_of
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
 from service.answers.chats import start_chat
-from service.answers.generation import Choice
-from service.answers.openai_answers import ChunkTemplate, OpenAIWriter, usage
+from service.answers.generation import ChoiceOutput
+from service.answers.openai_answers import ChunkTemplate, OpenAIWriter, usage, with_top
 from service.http.bodies import JsonRoute
 from service.http.openai_schemas import ChatRequest
 from service.http.openapi import EVENT, also
@@ -47,10 +47,11 @@ router = APIRouter(route_class=JsonRoute, tags=["openai"])
 )
 async def chat(body: ChatRequest, request: Request, state: StateDep) -> Response:
     stream = await start_chat(body, model_call(body, request, state), id_prefix="chatcmpl-")
-    writer = Writer(body, stream)
+    generation, writer = stream.generation, Writer(body, stream)
     if body.stream:
-        return EventStream(stream.events(writer.chunks, writer.last_chunks), on_close=stream.generation.close)
-    return await stream.generation.respond(writer.answer)
+        events = generation.events(stream.writing(writer.chunks), writer.last_chunks)
+        return EventStream(events, on_close=generation.close)
+    return await generation.respond(writer.answer)
 
 
 class Writer(OpenAIWriter):
@@ -64,8 +65,8 @@ class Writer(OpenAIWriter):
         indices = range(body.n if has_plain_chunks else 0)
         self._templates = [ChunkTemplate(partial(self._text_chunk, index)) for index in indices]
 
-    def answer(self, choices: list[Choice]) -> ChatCompletion:
-        outputs = [self._stream.read_whole(choice) for choice in choices]
+    def answer(self, choices: list[ChoiceOutput]) -> ChatCompletion:
+        outputs = [self._stream.read(choice) for choice in choices]
         return ChatCompletion(
             **self._head,
             choices=[self._choice(output) for output in outputs],
@@ -130,7 +131,7 @@ class Writer(OpenAIWriter):
         has_logprobs, end = self._body.logprobs, output.end
         return {
             "index": output.index,
-            "logprobs": ChatLogprobs([self._logprob(each) for each in output.tokens], None) if has_logprobs else None,
+            "logprobs": ChatLogprobs([*map(self._logprob, output.tokens)], None) if has_logprobs else None,
             "stop_reason": None if end is None else end.stop_reason,
             "token_ids": [token.token_id for token in output.tokens] if self._body.return_token_ids else None,
             "trace": output.traces,
@@ -142,9 +143,7 @@ class Writer(OpenAIWriter):
         return self._generation.prompts[0] if self._body.return_token_ids and index == 0 else None
 
     def _logprob(self, token: TokenOutput) -> ChatLogprob:
-        assert token.logprobs is not None
-        top = [TopLogprob(*self._token(*pair)) for pair in token.logprobs.top]
-        return ChatLogprob(*self._token(token.token_id, token.logprobs.chosen), top)
+        return with_top(token, self._token, TopLogprob, ChatLogprob)
 
     def _token(self, token_id: int, logprob: float) -> tuple[str, float, list[int] | None]:
         raw = self._strings.raw(token_id)

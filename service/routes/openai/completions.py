@@ -4,14 +4,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import orjson
 from fastapi import APIRouter, Request, Response
 
 from forwardscope.results.openai import Completion, CompletionChoice, CompletionLogprobs
 from model.text.fill_in_middle import middle_prompt
-from model.text.transcript import End, TokenOutput
+from model.text.transcript import TokenOutput
 from service.answers.call import ModelCall, model_call
-from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation
+from service.answers.generation import ChoiceOutput, Generation, start_generation
 from service.answers.generation_plan import Inputs, Options
 from service.answers.openai_answers import ChunkTemplate, OpenAIWriter, finish_reason
 from service.answers.prompts import as_list, param_of, prompt_ids
@@ -100,7 +99,7 @@ class Writer(OpenAIWriter):
         indices = range(generation.num_choices if body.stream and not asks_more else 0)
         self._templates = [ChunkTemplate(partial(self._text_chunk, index)) for index in indices]
 
-    def answer(self, choices: list[Choice]) -> Completion:
+    def answer(self, choices: list[ChoiceOutput]) -> Completion:
         num_generated, num_returned = self._generation.params.n, self._body.n
         returned = []
         for start in range(0, len(choices), num_generated):
@@ -108,23 +107,15 @@ class Writer(OpenAIWriter):
             if num_returned < num_generated:
                 of_prompt = sorted(of_prompt, key=mean_logprob, reverse=True)[:num_returned]
             returned += of_prompt
-        answers = [self._choice(index, choice) for index, choice in enumerate(returned)]
+        answers = [self._part(index, choice) for index, choice in enumerate(returned)]
         return Completion(**self._head, choices=answers, usage=self._usage())
-
-    def _choice(self, index: int, choice: Choice) -> CompletionChoice:
-        assert choice.last is not None
-        traces = choice.traces if self._generation.is_traced else None
-        return self._part(index, choice.index, choice.prompt_tokens, choice.tokens, traces, choice.last.end)
 
     def chunks(self, output: ChoiceOutput) -> Iterator[bytes]:
         """Write one chunk for the output of one step."""
-        step = output.result
-        if self._templates and output.trace is None and step.end is None and not step.prompt_tokens:
-            yield self._templates[output.index].fill("".join([token.text for token in step.tokens]))
-            return
-        traces = None if output.trace is None else [output.trace]
-        part = self._part(output.index, output.index, step.prompt_tokens, step.tokens, traces, step.end)
-        yield self._chunk(part)
+        if self._templates and output.traces is None and output.last.end is None and not output.prompt_tokens:
+            yield self._templates[output.index].fill("".join([token.text for token in output.tokens]))
+        else:
+            yield self._chunk(self._part(output.index, output))
 
     def _text_chunk(self, index: int, text: str) -> bytes:
         """Write a chunk that has nothing but a text of one choice."""
@@ -132,20 +123,12 @@ class Writer(OpenAIWriter):
             CompletionChoice(index=index, text=text, logprobs=None, finish_reason=None, stop_reason=None)
         )
 
-    def _part(
-        self,
-        index: int,
-        choice: int,
-        prompt_tokens: list[TokenOutput],
-        tokens: list[TokenOutput],
-        traces: list[orjson.Fragment] | None,
-        end: End | None,
-    ) -> CompletionChoice:
-        """Describe a choice, or the new part of it. `index` is its number in the answer, `choice` in the generation."""
-        body, generation = self._body, self._generation
-        returned = [*prompt_tokens, *tokens] if body.echo else tokens
-        is_first, self._has_begun[choice] = not self._has_begun[choice], True
-        trace: Any = traces  # the JSON of each `StepTrace`
+    def _part(self, index: int, choice: ChoiceOutput) -> CompletionChoice:
+        """Describe a choice, or the new part of it. `index` is its number in the answer."""
+        body, generation, end = self._body, self._generation, choice.last.end
+        returned = [*choice.prompt_tokens, *choice.tokens] if body.echo else choice.tokens
+        is_first, self._has_begun[choice.index] = not self._has_begun[choice.index], True
+        trace: Any = choice.traces  # the JSON of each `StepTrace`
         has_ids = body.return_token_ids
         return CompletionChoice(
             index=index,
@@ -153,11 +136,11 @@ class Writer(OpenAIWriter):
             logprobs=None if body.logprobs is None else self._logprobs(returned, body.logprobs),
             finish_reason=None if end is None else finish_reason(end, generation),
             stop_reason=None if end is None else end.stop_reason,
-            prompt_logprobs=self._prompt_logprobs(prompt_tokens),
-            prompt_token_ids=generation.prompts[choice // generation.params.n] if has_ids and is_first else None,
-            token_ids=[token.token_id for token in tokens] if has_ids else None,
+            prompt_logprobs=self._prompt_logprobs(choice.prompt_tokens),
+            prompt_token_ids=generation.prompts[choice.index // generation.params.n] if has_ids and is_first else None,
+            token_ids=[token.token_id for token in choice.tokens] if has_ids else None,
             trace=trace,
-            edits=() if end is None else generation.edit_answers(choice),
+            edits=() if end is None else generation.edit_answers(choice.index),
         )
 
     def _logprobs(self, tokens: list[TokenOutput], num_top: int) -> CompletionLogprobs:
@@ -174,7 +157,7 @@ class Writer(OpenAIWriter):
         )
 
 
-def mean_logprob(choice: Choice) -> float:
+def mean_logprob(choice: ChoiceOutput) -> float:
     """The mean log-probability of the tokens of a choice, by which `best_of` ranks the choices."""
     values = [token.logprobs.chosen for token in choice.tokens if token.logprobs is not None]
     return sum(values) / len(values) if values else 0.0

@@ -22,7 +22,6 @@ from service.http.embedding_schemas import EmbeddingRequest
 from service.http.encoding import encoded
 from service.http.errors import invalid
 from service.http.generate_schemas import GenerationRequest
-from service.http.openapi import error_answers
 from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"])
@@ -32,7 +31,6 @@ router = APIRouter(route_class=JsonRoute, tags=["openai"])
     "/v1/embeddings",
     summary="Vectors of texts, in OpenAI's form",
     response_model=Embeddings,
-    responses=error_answers(),
 )
 async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep) -> Response:
     call = model_call(body, request, state)
@@ -76,11 +74,11 @@ async def answer(body: EmbeddingRequest, pooling: Pooling, generation: Generatio
     pooled = PooledPrompts(generation.num_choices, pooling.width)
     async for outputs in generation.batches():
         for output in outputs:
-            if output.result.error is not None:
-                raise generation_error(output.result.error)
-            if output.result.end is not None:
-                finish_reason(output.result.end, generation)
-        traces = [(each.index, each.result.trace) for each in outputs if each.result.trace is not None]
+            if output.last.error is not None:
+                raise generation_error(output.last.error)
+            if output.last.end is not None:
+                finish_reason(output.last.end, generation)
+        traces = [(each.index, each.last.trace) for each in outputs if each.last.trace is not None]
         await generation.call.state.worker.executors.run_uncounted("answers", partial(pooled.add, traces))
 
     def describe() -> Embeddings:

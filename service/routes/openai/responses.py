@@ -1,7 +1,6 @@
 """POST /v1/responses and POST /v1/responses/input_tokens: a conversation, in the form of OpenAI's Responses API."""
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +16,7 @@ from service.http.bodies import JsonRoute
 from service.http.encoding import json_response, to_json
 from service.http.errors import no_effect
 from service.http.openai_schemas import ChatRequest
-from service.http.openapi import RESPONSE_EVENT, also, error_answers
+from service.http.openapi import RESPONSE_EVENT, also
 from service.http.responses_schemas import LOGPROBS, InputItem, ResponsesRequest
 from service.http.sse import EventStream
 from service.state import StateDep
@@ -44,7 +43,9 @@ async def responses(body: ResponsesRequest, request: Request, state: StateDep) -
     writer = ResponseWriter(body, stream, read.settings, keep)
     if body.stream:
         call.reservation.count(NUM_ECHOES * sum(map(len, read.settings.values())))
-        return EventStream(events(stream, writer), on_close=stream.generation.close)
+        write = stream.writing(writer.events, by_token=writer.has_logprobs)
+        events = stream.generation.events(write, writer.last_events, writer.failure, first=writer.begin(), done=b"")
+        return EventStream(events, on_close=stream.generation.close)
     return await stream.generation.respond_with(whole_response(stream, writer))
 
 
@@ -52,7 +53,6 @@ async def responses(body: ResponsesRequest, request: Request, state: StateDep) -
     "/v1/responses/input_tokens",
     summary="Count the tokens of the prompt of a response",
     response_model=InputTokensCount,
-    responses=error_answers(),
 )
 async def count_input_tokens(body: ResponsesRequest, request: Request, state: StateDep) -> Response:
     call = model_call(body, request, state)
@@ -94,15 +94,6 @@ def parts_without_effect(body: ResponsesRequest, conversation: Conversation) -> 
     left_out = [f"include.{index}" for index, name in enumerate(body.include) if name != LOGPROBS]
     left_out += ["truncation"] if body.truncation == "auto" else []
     return left_out + conversation.left_out
-
-
-async def events(stream: ChatStream, writer: ResponseWriter) -> AsyncGenerator[bytes]:
-    """The events of a stream. The first ones are sent before the model has written anything."""
-    yield writer.begin()
-    found = stream.events(writer.events, writer.last_events, writer.failure, done=b"", by_token=writer.has_logprobs)
-    async with aclosing(found) as later:
-        async for frame in later:
-            yield frame
 
 
 async def whole_response(stream: ChatStream, writer: ResponseWriter) -> bytes:

@@ -33,7 +33,7 @@ from service.http.responses_schemas import (
     ItemPart,
     ItemsQuery,
     MessageItem,
-    OtherItem,
+    Other,
     ReasoningItem,
 )
 from service.state import CheckpointDep, StateDep
@@ -72,7 +72,7 @@ def page_of_items(items: Sequence[InputItem], query: ItemsQuery) -> ResponseItem
     """The part of the items that a query asks for. Raises 400 if its `after` names none."""
     by_id: dict[str, InputItem] = {}
     for index, item in enumerate(items):
-        if not isinstance(item, OtherItem):  # the model has not read it
+        if not isinstance(item, Other):  # the model has not read it
             own = getattr(item, "id", None)
             by_id[f"item_{index}" if own is None or own in by_id else own] = item
     ids = list(by_id) if query.order == "asc" else list(by_id)[::-1]
