@@ -168,7 +168,7 @@ export function drawNumbers(scene, index) {
         const under = colour(shareOf(value, range), range.isSigned ? "diverging" : "sequential");
         const isHidden = !Number.isFinite(value) || isMasked(pass, item, row, head * item.columns + column);
         context.fillStyle = isHidden ? palette.text : textOn(under);
-        plane.text(brief(value), place.begin + (column + 0.5) * size, across, room);
+        context.fillText(brief(value), ...plane.point(place.begin + (column + 0.5) * size, across), room);
       }
     }
   });

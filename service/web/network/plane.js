@@ -137,14 +137,4 @@ export class Plane {
     Object.assign(this.context, { font, fillStyle: colour, textAlign: align, textBaseline: "middle" });
     this.context.fillText(text, x, y);
   }
-
-  /**
-   * @param {string} text
-   * @param {number} along
-   * @param {number} across
-   * @param {number} [most] pixels
-   */
-  text(text, along, across, most) {
-    this.context.fillText(text, ...this.point(along, across), most);
-  }
 }
