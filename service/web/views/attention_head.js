@@ -161,8 +161,6 @@ export class AttentionHead extends HTMLElement {
     const scale = stage === "pattern" ? { map: "sequential", low: 0, high: 1, ends: ["0 %", "100 %"] } : undefined;
     this.#map.data = {
       values,
-      rows: size,
-      columns: size,
       rowLabels: labels,
       columnLabels: labels,
       rowName: "query",

@@ -13,7 +13,7 @@ import { Change } from "../network/change.js";
 import "../network/network_canvas.js";
 import "../network/tour_card.js";
 import { decidingOf, guessesOf, readGuesses } from "../network/lens.js";
-import { readChoice, readIndex } from "../indices.js";
+import { isOther, isPosition, readChoice, readIndex, readPosition } from "../indices.js";
 import { defaultPrompt } from "../prompts.js";
 import { patternOf, valuesOf } from "../network/bands.js";
 import { Pass } from "../network/pass.js";
@@ -22,7 +22,6 @@ import { nameOf, placeName, stepsOf } from "../network/names.js";
 import { readWriters, writersOf } from "../network/writers.js";
 import { View, bodyOf } from "../view.js";
 import { inWords, ofPrompt, readNamedEdits, withoutNames } from "./edit_words.js";
-import { isOther, isPosition, readPosition } from "./positions.js";
 
 /**
  * @import { Line } from "../network/items.js"

@@ -25,7 +25,6 @@ export function productPicture(place, products, hasHead) {
   const words = `sum of ${products.length} products${shift ? " + bias" : ""}`;
   picture.data = {
     values: stripes.map(({ b }) => b.value),
-    ...{ rows: 1, columns: stripes.length },
     ...{ rowLabels: [String(within)], columnLabels: stripes.map(({ name }) => name) },
     ...{ rowName: "number", columnName: "input", valueName: matrix.name },
     ...{ input: stripes.map(({ a }) => a.value), inputName: words },
