@@ -13,7 +13,8 @@ import { placeAfter } from "./grid_keys.js";
  * @import { Scale } from "./colours.js"
  * @typedef {Numbers | (number | null)[]} Values
  * @typedef {{
- *   values: Values, rowLabels: string[], columnLabels: string[], rowName: string, columnName: string, valueName: string,
+ *   values: Values, rowLabels: string[], columnLabels: string[], rowName: string, columnName: string,
+ *   valueName: string,
  * }} Data
  * @typedef {{ scale: Scale, missing: string }} Look
  * @typedef {{ row: number, column: number }} Place

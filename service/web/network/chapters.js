@@ -19,8 +19,8 @@ import { writersOf } from "./writers.js";
 /** Lesson → the names of its steps. Those that a network does not have are left out. @type {Record<string, string>} */
 const LESSON_STEPS = {
   "":
-    "tokens embedding position norm queries rotation scores pattern attentionOut experts feedForward block prediction " +
-    "decides",
+    "tokens embedding position norm queries rotation scores pattern attentionOut experts feedForward block " +
+    "prediction decides",
   journey: "tokens embedding position norm pattern residual feedForward logits prediction loss",
   forward: "tokens embedding position norm queries pattern attentionOut feedForward logits loss",
   modern: "tokens norm rotation mask pattern residual gate block finalNorm prediction",

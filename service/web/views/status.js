@@ -23,11 +23,9 @@ const VALUES = {
   "Waiting requests": (status) => count(status.requests_waiting),
   "Texts in the batch": (status) => `${count(status.sequences_running)} of at most ${count(status.max_sequences)}`,
   [CACHE]: ({ cache }) =>
-    cache === null
-      ? "–"
-      : `${count(cache.used_tokens)} of ${count(cache.total_tokens)} (${percent(cache.used_tokens / cache.total_tokens)})`,
+    cache ? `${count(cache.used_tokens)} of ${count(cache.total_tokens)} (${percent(shareOf(cache))})` : "–",
   "Prompt tokens found in the cache": ({ cache }) =>
-    cache === null ? "–" : `${count(cache.prompt_tokens_found)} of ${count(cache.prompt_tokens_looked_up)}`,
+    cache ? `${count(cache.prompt_tokens_found)} of ${count(cache.prompt_tokens_looked_up)}` : "–",
   "Generated tokens a second": (status) => status.tokens_per_second.generated.toFixed(1),
   "Prompt tokens a second": (status) => status.tokens_per_second.prompt.toFixed(1),
   "Time since the start": (status) => duration(status.uptime_seconds),
@@ -130,7 +128,7 @@ export default class StatusView extends View {
    */
   #show(status, now) {
     const { cache, tokens_per_second: speed } = status;
-    const share = cache === null ? 0 : cache.used_tokens / cache.total_tokens;
+    const share = shareOf(cache);
     this.#answer.textContent = sentence(status);
     Object.values(VALUES).forEach((read, row) => (this.#values.rows[row].cells[1].textContent = read(status)));
     this.#window.textContent =
@@ -166,6 +164,9 @@ export default class StatusView extends View {
     };
   }
 }
+
+/** The share of the cache that is in use. @param {Status["cache"]} cache */
+const shareOf = (cache) => (cache ? cache.used_tokens / cache.total_tokens : 0);
 
 /**
  * Whether the service is busy.
