@@ -64,7 +64,7 @@ export class HeatMap extends DrawnElement {
     this.#data = { scale: scaleOf(data.values), missing: "masked", ...data, rows, columns };
     this.#at = this.#kept = null;
     this.#labels = { rows: widest(data.rowLabels), columns: widest(data.columnLabels) };
-    if (this.isConnected) this.#draw();
+    if (this.isConnected) this.redraw();
   }
 
   get data() {
@@ -115,10 +115,6 @@ export class HeatMap extends DrawnElement {
     Object.assign(this.#tip.style, { top: `${from}px`, left: `${Math.min(most, Math.max(0, middle))}px` });
   }
 
-  redraw() {
-    if (this.#data) this.#draw();
-  }
-
   build() {
     this.append(this.#value, this.#box, this.#tip, this.#legend, this.#table);
     this.canvas.addEventListener("pointermove", (event) => this.#move(this.#cellAt(event)));
@@ -143,7 +139,8 @@ export class HeatMap extends DrawnElement {
     return { left, top, slant, isLong, width, height };
   }
 
-  #draw() {
+  redraw() {
+    if (!this.#data) return;
     const { rows, columns, values, scale } = this.#data;
     const { left, top, width, height, slant } = this.#layout;
     const right = left + columns * width + 4 + Math.max(0, slant - width / 2);

@@ -103,7 +103,7 @@ export class MatrixProduct extends DrawnElement {
       outputScale: steadyScale([...data.output, ...(data.bias ?? [])]),
     };
     this.#at = { row: null, column: null };
-    if (this.isConnected) this.#draw();
+    if (this.isConnected) this.redraw();
   }
 
   get data() {
@@ -121,10 +121,6 @@ export class MatrixProduct extends DrawnElement {
 
   get #isSmall() {
     return this.hasAttribute("small");
-  }
-
-  redraw() {
-    if (this.#data) this.#draw();
   }
 
   build() {
@@ -169,7 +165,8 @@ export class MatrixProduct extends DrawnElement {
     return { left, top, width, height, matrixTop, termsTop, right, output, resultWidth, wholeWidth, wholeHeight };
   }
 
-  #draw() {
+  redraw() {
+    if (!this.#data) return;
     const { values, rows, columns, scale } = this.#data;
     this.#pixels = cells(values, rows, columns, scale);
     this.#canvas.setAttribute("aria-label", this.#describe());
