@@ -128,7 +128,7 @@ def test_large_tables_have_pages(drawing: "Page") -> None:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_colours_grow_stronger_with_the_size_and_texts_on_them_can_be_read(drawing: "Page", theme: str) -> None:
-    drawing.evaluate("theme => { document.documentElement.dataset.theme = theme }", theme)
+    drawing.evaluate("theme => { document.documentElement.style.colorScheme = theme }", theme)
     colours = call(drawing, "draw/colours.js", "Array.from({length: 101}, (_, i) => m.colour(i / 100))")
     lights = [luminance(colour) for colour in colours]
     assert lights == sorted(lights, reverse=theme == "light")
