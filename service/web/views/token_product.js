@@ -110,7 +110,7 @@ export async function productOf(pass, architecture, { info, part, row }, signal)
   const [head = 0] = Object.values(part);
   const place = placeOf(pass, architecture, { name: at, row, column: 0 });
   const { heads, columns: width } = place.stage;
-  const names = [at, ...kind.needs(place).flatMap(({ stages }) => stages)];
+  const names = [at, ...kind.stages(place)];
   const shift = kind.bias(place);
   const ofHead = heads > 1 ? part : {};
   const [bias] = await Promise.all([

@@ -46,7 +46,6 @@ export async function explainPrediction(pass, architecture, { row, id }, signal)
     head: 0,
     within: id,
     served: logits.logits.values[id],
-    weights: [matrix],
   };
   const { logits_scale: scale, logits_softcap: cap } = architecture;
   const products = productsOf(place, input, matrix);
