@@ -113,10 +113,7 @@ export async function productOf(pass, architecture, { info, part, row }, signal)
   const names = [at, ...kind.stages(place)];
   const shift = kind.bias(place);
   const ofHead = heads > 1 ? part : {};
-  const [bias] = await Promise.all([
-    shift ? readWeight(pass, { name: shift, part: ofHead }) : null,
-    pass.read(names, [row], signal),
-  ]);
+  const [bias] = await Promise.all([shift ? readWeight(pass, shift, ofHead) : null, pass.read(names, [row], signal)]);
   const offset = heads > 1 ? head * width : 0;
   const results = Array.from(kind.results(place));
   const inputs = inputsOf(input);

@@ -20,8 +20,8 @@
  * }} Place `column`: of all heads together; `within`: in its head
  * @typedef {{ place: Place, formula: string, explanation: Explanation | null }} Explained `formula`: of the stage, in
  *   words
- * @typedef {(stages: (string | null)[], rows?: number[]) => Promise<unknown>} Read at the row of the place, unless others
- *   are given
+ * @typedef {(stages: (string | null)[], rows?: number[]) => Promise<unknown>} Read `rows`: that of the place, unless
+ *   others are given
  * @typedef {{
  *   explain: (place: Place, read: Read) => Promise<Explanation | null>, isKnown?: (place: Place) => boolean,
  * }} Kind `isKnown`: whether the stages that it reads exist

@@ -15,7 +15,8 @@ import { numOf, plain, siblingOf, slackOf, sumOfProducts } from "./explanation.j
  * @typedef {Pick<Place, "pass" | "architecture" | "layer">} Where
  * @typedef {Kind & {
  *   input: (place: Where) => string, weight: (place: Where) => string, bias: (place: Where) => string | null,
- *   isKnown: (place: Where) => boolean, stages: (place: Where) => string[], results: (place: Place) => Numbers | number[],
+ *   isKnown: (place: Where) => boolean, stages: (place: Where) => string[],
+ *   results: (place: Place) => Numbers | number[],
  * }} ProductKind `input`, `weight` and `bias`: the names of the stage and of the weights; `stages`: all that it reads;
  *   `results`: what the service computed for all columns
  */
@@ -112,7 +113,7 @@ function normed(kind, norm, scale) {
  * @param {Record<string, number>} part
  */
 function readWeights({ pass }, names, part) {
-  return Promise.all(names.filter((name) => name !== null).map((name) => readWeight(pass, { name, part })));
+  return Promise.all(names.filter((name) => name !== null).map((name) => readWeight(pass, name, part)));
 }
 
 /**
@@ -254,7 +255,7 @@ const embedding = {
   async explain(place) {
     const token = place.pass.tokens[place.row];
     const part = { d_vocab: token.id, d_model: place.column };
-    const [weight] = (await readWeight(place.pass, { name: "embed.W_E", part })).values;
+    const [weight] = (await readWeight(place.pass, "embed.W_E", part)).values;
     const sentence = `row ${token.id} of the embedding table, that of ${quoted(token)}`;
     return plain(place, sentence, ["W_E = ", { value: weight }], weight, Math.abs(weight));
   },

@@ -16,8 +16,8 @@ const STRIPES = 64; // that can be told apart in the panel
 /**
  * @param {Place} place
  * @param {Factors[]} products
- * @param {{ matrix: Weight, shift: Weight | undefined, hasHead: boolean }} weights `shift`: the bias; `hasHead`: whether
- *   the matrix has a part for the head of the number
+ * @param {{ matrix: Weight, shift: Weight | undefined, hasHead: boolean }} weights `shift`: the bias; `hasHead`:
+ *   whether the matrix has a part for the head of the number
  */
 export function productPicture(place, products, { matrix, shift, hasHead }) {
   const { layer, head, within, row, column, served } = place;
