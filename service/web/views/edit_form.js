@@ -20,14 +20,13 @@ const OPERATIONS = {
   patch: "take from another prompt (patch)",
 };
 const NUM_PAIRS = 8;
-/** @type {Record<string, Name[] | undefined>} the fields that only some operations have */
+/** @type {Record<string, Name[]>} the fields that only some operations or parts have */
 const FIELDS = {
   scale: ["factor"],
   add: ["vector", "scale"],
   patch: ["source"],
+  "attn.z": ["head"],
 };
-/** @type {Name[]} the fields that are not always shown */
-const OPTIONAL = ["factor", "vector", "scale", "source", "head"];
 
 /**
  * <edit-form>. `prepare({model, vectors, prompt, read})`: the answer of GET /model, the names of the stored vectors,
@@ -86,7 +85,6 @@ export class EditForm extends HTMLElement {
     this.#key = key;
     this.#vectors = vectors;
     const parts = Object.entries(PARTS).filter(([end]) => model.stages.some(({ name }) => name === `blocks.0.${end}`));
-    const numbers = (/** @type {number} */ size) => Array.from({ length: size }, (_, index) => index);
     const numberBox = (/** @type {Name} */ name, /** @type {string} */ value) =>
       el("input", { name, type: "number", step: "any", value, class: "short" });
     const hint =
@@ -100,8 +98,8 @@ export class EditForm extends HTMLElement {
     this.#fields = {
       op: labelled("Operation", select({ name: "op" }, Object.entries(OPERATIONS))),
       part: labelled("Part", select({ name: "part" }, parts)),
-      layer: labelled("Layer", select({ name: "layer" }, [...numbers(model.config.num_layers), ["*", "all"]])),
-      head: labelled("Head", select({ name: "head" }, [...numbers(model.sizes.head), ["", "all"]])),
+      layer: labelled("Layer", select({ name: "layer" }, [...Array(model.config.num_layers).keys(), ["*", "all"]])),
+      head: labelled("Head", select({ name: "head" }, [...Array(model.sizes.head).keys(), ["", "all"]])),
       factor: labelled("Factor", numberBox("factor", "2")),
       vector: vectors.length > 0 ? labelled("Vector", hint) : hint,
       scale: labelled("times", numberBox("scale", "1")),
@@ -140,8 +138,9 @@ export class EditForm extends HTMLElement {
   /** Only the fields that the operation and the part have. */
   #showFields() {
     const { op, part } = this.#controls;
-    const names = [...(FIELDS[op.value] ?? []), ...(part.value === "attn.z" ? ["head"] : [])];
-    for (const name of OPTIONAL) if (this.#fields[name]) this.#fields[name].hidden = !names.includes(name);
+    for (const [when, names] of Object.entries(FIELDS))
+      for (const name of names)
+        if (this.#fields[name]) this.#fields[name].hidden = ![op.value, part.value].includes(when);
   }
 
   #read() {

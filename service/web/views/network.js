@@ -392,7 +392,11 @@ export default class Network extends View {
     const { pass, plain } = this.#parts();
     const { row, column } = chosen;
     const architecture = architectureOf(this.context.service, state.model);
-    const [{ explain }, { explainPrediction }] = await readArithmetic();
+    const [{ explain }, { explainPrediction }] = await Promise.all([
+      import("../network/arithmetic/explain.js"), // the first view does not need them
+      import("../network/arithmetic/prediction.js"),
+      import("../network/cell_arithmetic.js"),
+    ]);
     if (state.at === PREDICTIONS) {
       const [logit, probability] = await explainPrediction(pass, architecture, { row, id: column }, signal);
       const before = await plain?.logits(row, signal);
@@ -646,15 +650,6 @@ function staleOf({ at, position, head, cell, step }, line, pass, isSameLesson) {
     ...(head !== "" && !isPosition(head, heads) && { head: "" }),
     ...(item && cell !== "" && !isPosition(cell, item.heads * item.columns) && { cell: "" }),
   };
-}
-
-/** Read the modules for the arithmetic of a number, which the first view does not need. */
-function readArithmetic() {
-  return Promise.all([
-    import("../network/arithmetic/explain.js"),
-    import("../network/arithmetic/prediction.js"),
-    import("../network/cell_arithmetic.js"),
-  ]);
 }
 
 /** @param {Pass} pass */
