@@ -61,7 +61,7 @@ export class HeatMap extends DrawnElement {
   /** @param {Data & Partial<Look>} data */
   set data(data) {
     const [rows, columns] = [data.rowLabels.length, data.columnLabels.length];
-    this.#data = { scale: scaleOf(data.values), missing: "masked", ...data, rows, columns };
+    this.#data = { missing: "masked", ...data, scale: data.scale ?? scaleOf(data.values), rows, columns };
     this.#at = this.#kept = null;
     this.#labels = { rows: widest(data.rowLabels), columns: widest(data.columnLabels) };
     if (this.isConnected) this.redraw();

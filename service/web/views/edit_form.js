@@ -130,7 +130,8 @@ export class EditForm extends HTMLElement {
       try {
         emit(this, "add", { edit: this.#read() });
       } catch (error) {
-        this.#show(messageOf(error), error instanceof FieldError ? error.field : null);
+        const { field = null } = /** @type {{ field?: Name }} */ (error);
+        this.#show(messageOf(error), field);
       }
     });
   }
@@ -152,7 +153,7 @@ export class EditForm extends HTMLElement {
       const places = readPositions(positions.value);
       if (places !== "all") edit.positions = places;
     } catch (error) {
-      throw new FieldError(messageOf(error), "positions");
+      throw fieldError(messageOf(error), "positions");
     }
     if (op.value === "scale") edit.factor = readNumber(factor);
     if (op.value === "add") {
@@ -165,7 +166,7 @@ export class EditForm extends HTMLElement {
       edit.scale = readNumber(scale);
     }
     if (op.value === "patch") {
-      if (source.value === "") throw new FieldError("Write the prompt from which the numbers are taken.", "source");
+      if (source.value === "") throw fieldError("Write the prompt from which the numbers are taken.", "source");
       edit.source = { prompt: this.#readPrompt(source.value) };
     }
     return edit;
@@ -229,17 +230,8 @@ export class EditForm extends HTMLElement {
   }
 }
 
-/** An error that concerns a field of the form. */
-class FieldError extends Error {
-  /**
-   * @param {string} message
-   * @param {Name} field
-   */
-  constructor(message, field) {
-    super(message);
-    this.field = field;
-  }
-}
+/** An error that concerns a field of the form. @param {string} message @param {Name} field */
+const fieldError = (message, field) => Object.assign(new Error(message), { field });
 
 /**
  * The tokens of a prompt, which is a text or a list of ids.
@@ -254,7 +246,7 @@ async function tokensOf(prompt) {
 /** @param {{ name: string, value: string }} control */
 function readNumber({ name, value }) {
   if (value.trim() === "" || !Number.isFinite(Number(value)))
-    throw new FieldError("A number is needed.", /** @type {Name} */ (name));
+    throw fieldError("A number is needed.", /** @type {Name} */ (name));
   return Number(value);
 }
 

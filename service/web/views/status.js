@@ -52,7 +52,7 @@ export default class StatusView extends View {
     series: ["generated", "prompt"],
   });
   #table = dataTable(() => this.#tableOf());
-  #onVisibility = () => (document.hidden ? this.#pause() : this.#poll());
+  #onVisibility = () => (document.hidden ? clearTimeout(this.#timer) : this.#poll());
 
   build() {
     this.#values.append(
@@ -83,7 +83,7 @@ export default class StatusView extends View {
   leave() {
     document.removeEventListener("visibilitychange", this.#onVisibility);
     this.#turn = null;
-    this.#pause();
+    clearTimeout(this.#timer);
   }
 
   request() {
@@ -94,20 +94,16 @@ export default class StatusView extends View {
     return [{ name: "tokens a second", element: this.#chart }];
   }
 
-  #pause() {
-    clearTimeout(this.#timer);
-  }
-
   /** Ask again in a second. */
   #wait() {
-    this.#pause();
+    clearTimeout(this.#timer);
     this.#timer = setTimeout(() => this.#poll(), INTERVAL_MILLISECONDS);
   }
 
   /** Ask now, and again a second after the answer, so that a slow service never has two requests of this view. */
   async #poll() {
     const turn = (this.#turn = {});
-    this.#pause();
+    clearTimeout(this.#timer);
     const error = await this.#read().catch((reason) => reason);
     if (turn !== this.#turn || !this.isConnected || document.hidden) return; // another turn goes on, or none
     if (error === undefined) this.#wait();
