@@ -53,19 +53,9 @@ function fill(element, attributes, children) {
     else if (name === "value") Object.assign(element, { value });
     else element.setAttribute(name, value === true ? "" : String(value));
   }
-  element.append(...flat(children));
+  const flat = /** @type {any[]} */ (children).flat(Infinity);
+  element.append(...flat.filter((child) => child !== null && child !== undefined && child !== false));
   return element;
-}
-
-/**
- * @param {Child[]} children
- * @returns {(Node | string)[]}
- */
-function flat(children) {
-  return children.flatMap((child) => {
-    if (Array.isArray(child)) return flat(child);
-    return child === null || child === undefined || child === false ? [] : [child];
-  });
 }
 
 /**

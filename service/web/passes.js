@@ -1,10 +1,10 @@
 // Answers that several views use, kept so that switching between views computes nothing again.
 
-import { postJson } from "./api.js";
+import { getJson, postJson } from "./api.js";
 
-/** @import { PostAnswers } from "./answers.js" */
+/** @import { GetAnswers, PostAnswers } from "./answers.js" */
 
-const MAX_ENTRIES = 12;
+const MAX_ENTRIES = 60;
 const MAX_CHARACTERS = 40e6;
 /** @type {Map<string, { answer: any, characters: number }>} the least recently used first */
 const answers = new Map();
@@ -17,15 +17,35 @@ const answers = new Map();
  * @param {AbortSignal} [signal]
  * @returns {Promise<PostAnswers[Path]>}
  */
-export async function cached(path, body, signal) {
-  const key = JSON.stringify([path, body]);
+export function cached(path, body, signal) {
+  return keep(JSON.stringify([path, body]), () => postJson(path, body, signal));
+}
+
+/**
+ * GET an answer that depends on nothing else, and keep it.
+ * @template {keyof GetAnswers} Path
+ * @param {Path} path
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<GetAnswers[Path]>}
+ */
+export function cachedGet(path, signal) {
+  return keep(path, () => getJson(path, signal));
+}
+
+/**
+ * @template Answer
+ * @param {string} key
+ * @param {() => Promise<Answer>} ask
+ * @returns {Promise<Answer>}
+ */
+async function keep(key, ask) {
   const kept = answers.get(key);
   if (kept) {
     answers.delete(key);
     answers.set(key, kept);
     return kept.answer;
   }
-  const answer = await postJson(path, body, signal);
+  const answer = await ask();
   answers.set(key, { answer, characters: size(answer) });
   let total = 0;
   for (const entry of answers.values()) total += entry.characters;

@@ -193,13 +193,14 @@ const PARTS = {
 };
 
 /**
- * Norm → [name, what it normalizes]. Each norm has three stages.
- * @type {Record<string, [name: string, input: (a: Architecture) => string]>}
+ * Norm → [name, what it normalizes, its name if it lies on the residual stream]. Each norm has three stages.
+ * @type {Record<string, [name: string, input: (a: Architecture) => string, onStream?: string]>}
  */
 const NORMS = {
   ln1: [
     "Norm before attention",
     (a) => (a.norm_placement === "post" ? "the stream after attention" : "the stream that enters the layer"),
+    "Norm after attention",
   ],
   ln1_post: ["Norm of the attention output", () => "the output of attention"],
   ln2: [
@@ -209,6 +210,7 @@ const NORMS = {
         post: "the stream after the layer",
         pre: a.parallel_residual ? "the stream that enters the layer" : "the stream after attention",
       })[a.norm_placement] ?? "the stream after attention",
+    "Norm after the layer",
   ],
   ln2_post: ["Norm of the feed-forward output", () => "the output of the feed-forward network"],
   "attn.q_norm": [
@@ -222,17 +224,14 @@ const NORMS = {
   ln_final: ["Final norm", () => "the stream after the last layer"],
 };
 
-/** @type {Record<string, string>} */
-const NORMS_ON_STREAM = { ln1: "Norm after attention", ln2: "Norm after the layer" };
-
 /**
  * What a norm is called: one that lies on the residual stream comes after attention, or after the layer.
  * @param {string} norm
  * @param {Architecture} a
  */
 export function normName(norm, a) {
-  if (a.norm_placement !== "post") return NORMS[norm][0];
-  return NORMS_ON_STREAM[norm] ?? NORMS[norm][0];
+  const [name, , onStream = name] = NORMS[norm];
+  return a.norm_placement === "post" ? onStream : name;
 }
 
 /** @typedef {"scale" | "normalized" | "out"} NormStep */

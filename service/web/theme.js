@@ -2,6 +2,7 @@
 
 const KEY = "forwardscope-theme";
 const darkSystem = matchMedia("(prefers-color-scheme: dark)");
+const { style } = document.documentElement;
 
 /** Colours of the style sheets that scripts read. As registered colours, they are those of the theme. */
 for (const name of "page panel text faint line river bank path branch negative edit".split(" "))
@@ -9,8 +10,7 @@ for (const name of "page panel text faint line river bank path branch negative e
 
 /** Whether the page is dark at this moment. */
 export function isDark() {
-  const chosen = document.documentElement.dataset.theme;
-  return chosen ? chosen === "dark" : darkSystem.matches;
+  return style.colorScheme ? style.colorScheme === "dark" : darkSystem.matches;
 }
 
 /**
@@ -19,7 +19,7 @@ export function isDark() {
  */
 export function connectTheme(button) {
   const chosen = localStorage.getItem(KEY);
-  if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
+  if (chosen === "light" || chosen === "dark") style.colorScheme = chosen;
   const changed = () => {
     button.textContent = isDark() ? "☀" : "☾";
     button.title = isDark() ? "Light theme" : "Dark theme";
@@ -27,8 +27,8 @@ export function connectTheme(button) {
     dispatchEvent(new Event("themechange"));
   };
   button.addEventListener("click", () => {
-    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-    localStorage.setItem(KEY, document.documentElement.dataset.theme);
+    style.colorScheme = isDark() ? "light" : "dark";
+    localStorage.setItem(KEY, style.colorScheme);
     changed();
   });
   darkSystem.addEventListener("change", changed);

@@ -37,21 +37,18 @@ export class AttentionArcs extends DrawnElement {
   #pointed = null;
   #note = el("p", { class: "faint" });
 
-  redraw() {
-    if (this.#shown) this.#draw();
-  }
-
   /** @param {Shown} shown */
   show(shown) {
     this.#shown = shown;
-    this.#draw();
+    this.redraw();
   }
 
   picture() {
     return /** @type {SVGSVGElement} */ (this.querySelector("svg"));
   }
 
-  #draw() {
+  redraw() {
+    if (!this.#shown) return;
     const { weights, query } = this.#shown;
     const places = placesIn(this.clientWidth || 700, this.#shown);
     const [{ upright }] = places;

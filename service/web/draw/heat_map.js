@@ -13,8 +13,8 @@ import { placeAfter } from "./grid_keys.js";
  * @import { Scale } from "./colours.js"
  * @typedef {Numbers | (number | null)[]} Values
  * @typedef {{
- *   values: Values, rows: number, columns: number, rowLabels: string[], columnLabels: string[],
- *   rowName: string, columnName: string, valueName: string,
+ *   values: Values, rowLabels: string[], columnLabels: string[], rowName: string, columnName: string,
+ *   valueName: string,
  * }} Data
  * @typedef {{ scale: Scale, missing: string }} Look
  * @typedef {{ row: number, column: number }} Place
@@ -31,7 +31,7 @@ const SLANT = Math.PI / 3; // the angle of the labels of columns
 
 /**
  * <heat-map>. Set `data`, which draws it:
- * - `values`: numbers in row order, `rows` × `columns`; a number that is not finite is drawn as masked (hatched)
+ * - `values`: numbers in row order; a number that is not finite is drawn as masked (hatched)
  * - `rowLabels`, `columnLabels`: a text for each row and column
  * - `rowName`, `columnName`, `valueName`: the names of the axes and of the value, such as "position"
  * - `scale`: {map, low, high} of colours.js, and `ends`, two texts for the legend; default: from the values
@@ -40,7 +40,7 @@ const SLANT = Math.PI / 3; // the angle of the labels of columns
  * a cell is clicked or Enter is pressed.
  */
 export class HeatMap extends DrawnElement {
-  /** @type {Data & Look} */
+  /** @type {Data & Look & { rows: number, columns: number }} */
   #data;
   /** @type {Place | null} the cell under the pointer or the keyboard */
   #at = null;
@@ -60,10 +60,11 @@ export class HeatMap extends DrawnElement {
 
   /** @param {Data & Partial<Look>} data */
   set data(data) {
-    this.#data = { scale: scaleOf(data.values), missing: "masked", ...data };
+    const [rows, columns] = [data.rowLabels.length, data.columnLabels.length];
+    this.#data = { missing: "masked", ...data, scale: data.scale ?? scaleOf(data.values), rows, columns };
     this.#at = this.#kept = null;
     this.#labels = { rows: widest(data.rowLabels), columns: widest(data.columnLabels) };
-    if (this.isConnected) this.#draw();
+    if (this.isConnected) this.redraw();
   }
 
   get data() {
@@ -114,10 +115,6 @@ export class HeatMap extends DrawnElement {
     Object.assign(this.#tip.style, { top: `${from}px`, left: `${Math.min(most, Math.max(0, middle))}px` });
   }
 
-  redraw() {
-    if (this.#data) this.#draw();
-  }
-
   build() {
     this.append(this.#value, this.#box, this.#tip, this.#legend, this.#table);
     this.canvas.addEventListener("pointermove", (event) => this.#move(this.#cellAt(event)));
@@ -142,7 +139,8 @@ export class HeatMap extends DrawnElement {
     return { left, top, slant, isLong, width, height };
   }
 
-  #draw() {
+  redraw() {
+    if (!this.#data) return;
     const { rows, columns, values, scale } = this.#data;
     const { left, top, width, height, slant } = this.#layout;
     const right = left + columns * width + 4 + Math.max(0, slant - width / 2);

@@ -13,9 +13,9 @@ import { LETTERS, cells, cleared, widest } from "./heat_map.js";
  * @import { Scale } from "./colours.js"
  * @typedef {Numbers | number[]} Values
  * @typedef {{
- *   values: Values, rows: number, columns: number, rowLabels: string[], columnLabels: string[], rowName: string,
- *   columnName: string, valueName: string, input: Values, inputName: string, output: Values, outputName: string,
- *   bias: Values | null, isPart: boolean, chosen: number | null, hint: string,
+ *   values: Values, rowLabels: string[], columnLabels: string[], rowName: string, columnName: string,
+ *   valueName: string, input: Values, inputName: string, output: Values, outputName: string, bias: Values | null,
+ *   isPart: boolean, chosen: number | null, hint: string,
  * }} Product
  * @typedef {{ row: number | null, column: number | null }} Place
  * @typedef {{
@@ -72,8 +72,7 @@ function textWidth(text) {
 
 /**
  * <matrix-product>. Set `data`, which draws it:
- * - `values`: the weights in row order, `rows` × `columns`: a row for each number of the result, and a column for each
- *   number of the input
+ * - `values`: the weights in row order: a row for each number of the result, and a column for each number of the input
  * - `input`, `output`: the numbers above the columns and beside the rows, with names; `bias`: what is added, or null
  * - `isPart`: whether there are more inputs than these, so that the products of a row do not add up to its result
  * - `hint`: what is said while nothing is under the pointer or the keyboard
@@ -82,7 +81,7 @@ function textWidth(text) {
  * Event "choose", with detail {row}, when a row is clicked or Enter is pressed.
  */
 export class MatrixProduct extends DrawnElement {
-  /** @type {Product & { scale: Scale, inputScale: Scale, outputScale: Scale }} */
+  /** @type {Product & { rows: number, columns: number, scale: Scale, inputScale: Scale, outputScale: Scale }} */
   #data;
   /** @type {Place} the place under the pointer or the keyboard */
   #at = { row: null, column: null };
@@ -98,12 +97,13 @@ export class MatrixProduct extends DrawnElement {
   set data(data) {
     this.#data = {
       ...data,
+      ...{ rows: data.rowLabels.length, columns: data.columnLabels.length },
       scale: steadyScale(data.values),
       inputScale: steadyScale(data.input),
       outputScale: steadyScale([...data.output, ...(data.bias ?? [])]),
     };
     this.#at = { row: null, column: null };
-    if (this.isConnected) this.#draw();
+    if (this.isConnected) this.redraw();
   }
 
   get data() {
@@ -121,10 +121,6 @@ export class MatrixProduct extends DrawnElement {
 
   get #isSmall() {
     return this.hasAttribute("small");
-  }
-
-  redraw() {
-    if (this.#data) this.#draw();
   }
 
   build() {
@@ -169,7 +165,8 @@ export class MatrixProduct extends DrawnElement {
     return { left, top, width, height, matrixTop, termsTop, right, output, resultWidth, wholeWidth, wholeHeight };
   }
 
-  #draw() {
+  redraw() {
+    if (!this.#data) return;
     const { values, rows, columns, scale } = this.#data;
     this.#pixels = cells(values, rows, columns, scale);
     this.#canvas.setAttribute("aria-label", this.#describe());

@@ -156,12 +156,7 @@ function drawEnds({ plane, layout, line, margins: { gutter, heading }, palette }
  * @param {Parameters<Plane["write"]>[3]} look
  */
 function write(plane, text, along, across, look) {
-  const { context } = plane;
-  context.save();
-  context.translate(...plane.point(along, across));
-  if (plane.isDown) context.rotate(Math.PI / 2);
-  plane.write(text, 0, 0, look);
-  context.restore();
+  plane.write(text, ...plane.point(along, across), { ...look, turn: plane.isDown ? Math.PI / 2 : 0 });
 }
 
 /**
@@ -209,14 +204,10 @@ function drawHeads({ plane, layout, line, margins: { heading, keys }, pass, pale
  * @param {string} colour
  */
 function drawKey(plane, text, along, size, keys, colour) {
-  const { context } = plane;
   const isLevel = plane.isDown || size >= KEY.level || text.length * 6 <= size - 4;
-  context.save();
-  context.translate(...plane.point(along, plane.isDown || !isLevel ? -4 : -keys / 2));
-  if (!isLevel) context.rotate(-Math.PI / 2);
+  const place = plane.point(along, plane.isDown || !isLevel ? -4 : -keys / 2);
   const font = `${Math.min(10, Math.round(size))}px ${MONO}`;
   const align = plane.isDown ? "right" : isLevel ? "center" : "left";
   const short = cut(text, Math.floor(((isLevel && !plane.isDown ? size : keys) - 4) / 6));
-  plane.write(short, 0, 0, { font, colour, align });
-  context.restore();
+  plane.write(short, ...place, { font, colour, align, turn: isLevel ? 0 : -Math.PI / 2 });
 }

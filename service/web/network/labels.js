@@ -74,15 +74,11 @@ export function drawPredictions(scene) {
  * @param {boolean} isChosen
  */
 function upright({ plane, layout, palette }, text, along, across, length, isChosen) {
-  const { context } = plane;
   const look = { font: `${isChosen ? "600 " : ""}12px ${MONO}`, colour: palette.text };
   if (text.length * 7.4 <= layout.rowSize - 2)
     return plane.write(text, across, along + 7, { ...look, align: "center" });
-  context.save();
-  context.translate(across, along);
-  context.rotate(Math.PI / 2);
-  plane.write(cut(text, Math.max(2, Math.floor(length / 7.4))), 0, 0, look);
-  return context.restore();
+  const short = cut(text, Math.max(2, Math.floor(length / 7.4)));
+  return plane.write(short, across, along, { ...look, turn: Math.PI / 2 });
 }
 
 /**
@@ -168,7 +164,7 @@ export function drawNumbers(scene, index) {
         const under = colour(shareOf(value, range), range.isSigned ? "diverging" : "sequential");
         const isHidden = !Number.isFinite(value) || isMasked(pass, item, row, head * item.columns + column);
         context.fillStyle = isHidden ? palette.text : textOn(under);
-        plane.text(brief(value), place.begin + (column + 0.5) * size, across, room);
+        context.fillText(brief(value), ...plane.point(place.begin + (column + 0.5) * size, across), room);
       }
     }
   });

@@ -127,24 +127,23 @@ export class Plane {
   }
 
   /**
-   * Write at a place of the canvas, in pixels. `y` is the middle of the line.
+   * Write at a place of the canvas, in pixels. `y` is the middle of the line. `turn`: an angle around this place.
    * @param {string} text
    * @param {number} x
    * @param {number} y
-   * @param {{ font: string, colour: string, align?: CanvasTextAlign }} look
+   * @param {{ font: string, colour: string, align?: CanvasTextAlign, turn?: number }} look
    */
-  write(text, x, y, { font, colour, align = "left" }) {
-    Object.assign(this.context, { font, fillStyle: colour, textAlign: align, textBaseline: "middle" });
-    this.context.fillText(text, x, y);
-  }
-
-  /**
-   * @param {string} text
-   * @param {number} along
-   * @param {number} across
-   * @param {number} [most] pixels
-   */
-  text(text, along, across, most) {
-    this.context.fillText(text, ...this.point(along, across), most);
+  write(text, x, y, { turn = 0, ...look }) {
+    const { context } = this;
+    if (turn !== 0) {
+      context.save();
+      context.translate(x, y);
+      context.rotate(turn);
+      this.write(text, 0, 0, look);
+      return context.restore();
+    }
+    const { font, colour, align = "left" } = look;
+    Object.assign(context, { font, fillStyle: colour, textAlign: align, textBaseline: "middle" });
+    return context.fillText(text, x, y);
   }
 }

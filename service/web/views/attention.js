@@ -6,7 +6,7 @@ import { barLegend } from "../draw/bars.js";
 import "../draw/pattern_grid.js";
 import { editsIn } from "../edits_note.js";
 import { percent } from "../format.js";
-import { readChoice, readIndex } from "../indices.js";
+import { isOther, isPosition, readChoice, readIndex } from "../indices.js";
 import { placeName } from "../network/names.js";
 import { cached } from "../passes.js";
 import { note } from "../terms.js";
@@ -15,7 +15,6 @@ import { STAGES } from "./attention_head.js";
 import { AttentionMaps } from "./attention_maps.js";
 import { CHOICES, TARGETS, TARGET_NAMES, ranked } from "./attention_ranking.js";
 import { ablation, ofPrompt, readEdits } from "./edit_words.js";
-import { isOther, isPosition } from "./positions.js";
 
 /**
  * @import { Means, Model } from "../answers.js"

@@ -10,7 +10,6 @@ import { note } from "../terms.js";
 import { TARGETS, TARGET_NAMES } from "./attention_ranking.js";
 
 /**
- * @import { Scale } from "../draw/colours.js"
  * @import { HeadMap, MapStage } from "./attention_maps.js"
  * @typedef {{
  *   layer: number, head: number, stage: MapStage, position: number, map: HeadMap, pattern: HeadMap, row: Float32Array,
@@ -157,18 +156,14 @@ export class AttentionHead extends HTMLElement {
     const labels = Array.from({ length: size }, (_, row) =>
       block === 1 ? `${row} ${shown(tokens[row])}` : `${row * block}–${Math.min(tokens.length, (row + 1) * block) - 1}`,
     );
-    /** @type {Scale | undefined} */
-    const scale = stage === "pattern" ? { map: "sequential", low: 0, high: 1, ends: ["0 %", "100 %"] } : undefined;
     this.#map.data = {
       values,
-      rows: size,
-      columns: size,
       rowLabels: labels,
       columnLabels: labels,
       rowName: "query",
       columnName: "key",
       valueName: STAGES[stage].value,
-      ...(scale ? { scale } : {}),
+      scale: stage === "pattern" ? { map: "sequential", low: 0, high: 1, ends: ["0 %", "100 %"] } : undefined,
     };
   }
 

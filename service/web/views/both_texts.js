@@ -42,7 +42,7 @@ export class BothTexts extends HTMLElement {
     this.#plain.hidden = this.#legend.hidden = room < 1;
     this.#said.textContent = room < 1 ? "The prompt fills the context, so no token can follow." : "";
     if (room < 1) return this.#edited.clear();
-    this.#plain.mark(null);
+    this.#plain.strip.mark(null);
     const off = switchedOff(model.generation_defaults);
     const request = { ...body, temperature: 0, max_tokens: room, logprobs: 1, ...off };
     const edited = edits.length > 0 ? this.#edited.stream({ ...request, edits }, signal) : this.#edited.clear();
@@ -50,8 +50,8 @@ export class BothTexts extends HTMLElement {
     if (edits.length === 0) return undefined;
     const { index, said } = firstDifference(this.#edited.tokens, this.#plain.tokens);
     this.#said.textContent = said;
-    this.#plain.mark(index);
-    this.#edited.mark(index);
+    this.#plain.strip.mark(index);
+    this.#edited.strip.mark(index);
     return undefined;
   }
 

@@ -13,13 +13,13 @@ import { percent, quoted } from "../format.js";
 
 /** <text-continuation heading="Without the edits">. `tokens`: those that have arrived. */
 export class TextContinuation extends HTMLElement {
-  #strip = el("token-strip");
+  strip = el("token-strip");
   /** @type {Generated[]} */
   tokens = [];
 
   connectedCallback() {
     if (this.childElementCount > 0) return;
-    this.append(el("h3", {}, this.getAttribute("heading") ?? ""), el("div", { class: "card generated" }, this.#strip));
+    this.append(el("h3", {}, this.getAttribute("heading") ?? ""), el("div", { class: "card generated" }, this.strip));
   }
 
   /**
@@ -33,21 +33,13 @@ export class TextContinuation extends HTMLElement {
       if (!token) continue;
       const entry = readToken(token, text);
       this.tokens.push(entry);
-      this.#strip.add(entryOf(entry));
+      this.strip.add(entryOf(entry));
     }
-  }
-
-  /**
-   * Mark a token, or none (null).
-   * @param {number | null} index
-   */
-  mark(index) {
-    this.#strip.mark(index);
   }
 
   clear() {
     this.tokens = [];
-    this.#strip.reset(`${this.getAttribute("heading")}: the continuation, token by token`);
+    this.strip.reset(`${this.getAttribute("heading")}: the continuation, token by token`);
   }
 }
 

@@ -152,8 +152,6 @@ export class DirectAttribution extends HTMLElement {
     const numHeads = layers[0].heads.length;
     this.#map.data = {
       values: layers.flatMap(({ heads, mlp }) => [...heads, mlp]),
-      rows: layers.length,
-      columns: numHeads + 1,
       rowLabels: layers.map((_, layer) => placeName(layer)),
       columnLabels: [...Array.from({ length: numHeads }, (_, head) => `H${head}`), "FFN"],
       rowName: "layer",

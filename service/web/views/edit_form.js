@@ -20,14 +20,13 @@ const OPERATIONS = {
   patch: "take from another prompt (patch)",
 };
 const NUM_PAIRS = 8;
-/** @type {Record<string, Name[] | undefined>} the fields that only some operations have */
+/** @type {Record<string, Name[]>} the fields that only some operations or parts have */
 const FIELDS = {
   scale: ["factor"],
   add: ["vector", "scale"],
   patch: ["source"],
+  "attn.z": ["head"],
 };
-/** @type {Name[]} the fields that are not always shown */
-const OPTIONAL = ["factor", "vector", "scale", "source", "head"];
 
 /**
  * <edit-form>. `prepare({model, vectors, prompt, read})`: the answer of GET /model, the names of the stored vectors,
@@ -86,7 +85,6 @@ export class EditForm extends HTMLElement {
     this.#key = key;
     this.#vectors = vectors;
     const parts = Object.entries(PARTS).filter(([end]) => model.stages.some(({ name }) => name === `blocks.0.${end}`));
-    const numbers = (/** @type {number} */ size) => Array.from({ length: size }, (_, index) => index);
     const numberBox = (/** @type {Name} */ name, /** @type {string} */ value) =>
       el("input", { name, type: "number", step: "any", value, class: "short" });
     const hint =
@@ -100,8 +98,8 @@ export class EditForm extends HTMLElement {
     this.#fields = {
       op: labelled("Operation", select({ name: "op" }, Object.entries(OPERATIONS))),
       part: labelled("Part", select({ name: "part" }, parts)),
-      layer: labelled("Layer", select({ name: "layer" }, [...numbers(model.config.num_layers), ["*", "all"]])),
-      head: labelled("Head", select({ name: "head" }, [...numbers(model.sizes.head), ["", "all"]])),
+      layer: labelled("Layer", select({ name: "layer" }, [...Array(model.config.num_layers).keys(), ["*", "all"]])),
+      head: labelled("Head", select({ name: "head" }, [...Array(model.sizes.head).keys(), ["", "all"]])),
       factor: labelled("Factor", numberBox("factor", "2")),
       vector: vectors.length > 0 ? labelled("Vector", hint) : hint,
       scale: labelled("times", numberBox("scale", "1")),
@@ -132,7 +130,8 @@ export class EditForm extends HTMLElement {
       try {
         emit(this, "add", { edit: this.#read() });
       } catch (error) {
-        this.#show(messageOf(error), error instanceof FieldError ? error.field : null);
+        const { field = null } = /** @type {{ field?: Name }} */ (error);
+        this.#show(messageOf(error), field);
       }
     });
   }
@@ -140,8 +139,9 @@ export class EditForm extends HTMLElement {
   /** Only the fields that the operation and the part have. */
   #showFields() {
     const { op, part } = this.#controls;
-    const names = [...(FIELDS[op.value] ?? []), ...(part.value === "attn.z" ? ["head"] : [])];
-    for (const name of OPTIONAL) if (this.#fields[name]) this.#fields[name].hidden = !names.includes(name);
+    for (const [when, names] of Object.entries(FIELDS))
+      for (const name of names)
+        if (this.#fields[name]) this.#fields[name].hidden = ![op.value, part.value].includes(when);
   }
 
   #read() {
@@ -153,7 +153,7 @@ export class EditForm extends HTMLElement {
       const places = readPositions(positions.value);
       if (places !== "all") edit.positions = places;
     } catch (error) {
-      throw new FieldError(messageOf(error), "positions");
+      throw fieldError(messageOf(error), "positions");
     }
     if (op.value === "scale") edit.factor = readNumber(factor);
     if (op.value === "add") {
@@ -166,7 +166,7 @@ export class EditForm extends HTMLElement {
       edit.scale = readNumber(scale);
     }
     if (op.value === "patch") {
-      if (source.value === "") throw new FieldError("Write the prompt from which the numbers are taken.", "source");
+      if (source.value === "") throw fieldError("Write the prompt from which the numbers are taken.", "source");
       edit.source = { prompt: this.#readPrompt(source.value) };
     }
     return edit;
@@ -230,17 +230,8 @@ export class EditForm extends HTMLElement {
   }
 }
 
-/** An error that concerns a field of the form. */
-class FieldError extends Error {
-  /**
-   * @param {string} message
-   * @param {Name} field
-   */
-  constructor(message, field) {
-    super(message);
-    this.field = field;
-  }
-}
+/** An error that concerns a field of the form. @param {string} message @param {Name} field */
+const fieldError = (message, field) => Object.assign(new Error(message), { field });
 
 /**
  * The tokens of a prompt, which is a text or a list of ids.
@@ -255,7 +246,7 @@ async function tokensOf(prompt) {
 /** @param {{ name: string, value: string }} control */
 function readNumber({ name, value }) {
   if (value.trim() === "" || !Number.isFinite(Number(value)))
-    throw new FieldError("A number is needed.", /** @type {Name} */ (name));
+    throw fieldError("A number is needed.", /** @type {Name} */ (name));
   return Number(value);
 }
 

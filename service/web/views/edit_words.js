@@ -8,7 +8,10 @@ import { placeName } from "../network/names.js";
  * @typedef {Edit & { steer?: SteerTexts }} NamedEdit
  */
 
-/** The parts of a layer that the form offers: the end of the stage's name → how a sentence calls it. */
+/**
+ * The parts of a layer that the form offers: the end of the stage's name → how a sentence calls it.
+ * @type {Record<string, string>}
+ */
 export const PARTS = {
   "attn.z": "one head",
   attn_out: "the attention output",
@@ -99,14 +102,6 @@ export function inWords(edit) {
   return (said[edit.op] ?? (() => `${edit.op}: ${subject}`))();
 }
 
-/** @type {Record<string, string>} */
-const SUBJECTS = {
-  attn_out: "the attention output of",
-  mlp_out: "the feed-forward output of",
-  resid_pre: "the residual stream before",
-  resid_post: "the residual stream after",
-};
-
 /** @param {Edit} edit */
 function subjectOf({ stage, heads }) {
   const found = /^blocks\.(\d+|\*)\.(.+)$/.exec(String(stage));
@@ -116,7 +111,8 @@ function subjectOf({ stage, heads }) {
     if (found[1] === "*") return `${heads.length === 1 ? "head" : "heads"} ${heads.join(", ")} of ${layer}`;
     return heads.map((head) => placeName(found[1], head)).join(", ");
   }
-  const name = found && SUBJECTS[found[2]] ? `${SUBJECTS[found[2]]} ${layer}` : stage;
+  const part = found && PARTS[found[2]];
+  const name = part ? `${part.endsWith(" the layer") ? part.slice(0, -10) : `${part} of`} ${layer}` : stage;
   return heads ? `${name}, heads ${heads.join(", ")},` : name;
 }
 

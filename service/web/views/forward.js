@@ -4,12 +4,12 @@ import { architectureOf, isWorkedExample } from "../articles.js";
 import { el, labelled, select } from "../dom.js";
 import { scrollRegion } from "../draw/tables.js";
 import { percent, quoted, shown } from "../format.js";
+import { isOther, isPosition, readPosition } from "../indices.js";
 import { Pass } from "../network/pass.js";
 import { cached } from "../passes.js";
 import { note } from "../terms.js";
 import { View, bodyOf } from "../view.js";
 import "./forward_map.js";
-import { isOther, isPosition, readPosition } from "./positions.js";
 import "./stage_search.js";
 
 /**

@@ -260,7 +260,7 @@ export default class GenerateView extends View {
       if (edits.length === 0 || run !== this.#run) return;
       await this.#plain.stream(body, signal);
       const { index, said } = firstDifference(run.tokens, this.#plain.tokens);
-      this.#plain.mark(index);
+      this.#plain.strip.mark(index);
       this.#difference.textContent = said;
     } catch (error) {
       run.end = isAbort(error) ? "stopped" : "failed";

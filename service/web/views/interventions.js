@@ -3,6 +3,7 @@
 
 import { ApiError, getJson } from "../api.js";
 import { actionButton, el, findAll, labelled, onSubmit, select } from "../dom.js";
+import { isOther } from "../indices.js";
 import { placeName } from "../network/names.js";
 import { cached } from "../passes.js";
 import { otherPrompt, readPrompt } from "../prompts.js";
@@ -15,7 +16,6 @@ import "./edit_form.js";
 import { inWords, readNamedEdits, steerName, steerTexts, withoutNames } from "./edit_words.js";
 import { isRefusal } from "./field_message.js";
 import "./patch_sweep.js";
-import { isOther } from "./positions.js";
 import "./steer_form.js";
 import { steeringEdit } from "./steering.js";
 

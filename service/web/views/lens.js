@@ -5,14 +5,13 @@ import { barLegend, barTable, predictionTable } from "../draw/bars.js";
 import "../draw/cell_grid.js";
 import { dataTable, pager } from "../draw/data_table.js";
 import { count, percent, quoted, shown } from "../format.js";
-import { readChoice, readIndex } from "../indices.js";
+import { isOther, isPosition, readChoice, readIndex } from "../indices.js";
 import { cached } from "../passes.js";
 import { note } from "../terms.js";
 import { View, bodyOf } from "../view.js";
 import { ofGeneration, ofPrompt, readEdits } from "./edit_words.js";
 import { didYouMean } from "./field_message.js";
 import { chance, rowName, whereItWins } from "./lens_answers.js";
-import { isOther, isPosition } from "./positions.js";
 
 /**
  * @import { Edit, LensAnswer, Prompt } from "../answers.js"

@@ -6,10 +6,10 @@ import { barLegend, predictionTable } from "../draw/bars.js";
 import { dataTable } from "../draw/data_table.js";
 import "../draw/token_strip.js";
 import { number, percent, quoted, shown } from "../format.js";
+import { isOther, isPosition, readPosition } from "../indices.js";
 import { cached } from "../passes.js";
 import { note, term, withTerms } from "../terms.js";
 import { View, bodyOf } from "../view.js";
-import { isOther, isPosition, readPosition } from "./positions.js";
 
 /**
  * @import { ForwardAnswer, Prediction, Token } from "../answers.js"

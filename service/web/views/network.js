@@ -13,7 +13,7 @@ import { Change } from "../network/change.js";
 import "../network/network_canvas.js";
 import "../network/tour_card.js";
 import { decidingOf, guessesOf, readGuesses } from "../network/lens.js";
-import { readChoice, readIndex } from "../indices.js";
+import { isOther, isPosition, readChoice, readIndex, readPosition } from "../indices.js";
 import { defaultPrompt } from "../prompts.js";
 import { patternOf, valuesOf } from "../network/bands.js";
 import { Pass } from "../network/pass.js";
@@ -22,7 +22,6 @@ import { nameOf, placeName, stepsOf } from "../network/names.js";
 import { readWriters, writersOf } from "../network/writers.js";
 import { View, bodyOf } from "../view.js";
 import { inWords, ofPrompt, readNamedEdits, withoutNames } from "./edit_words.js";
-import { isOther, isPosition, readPosition } from "./positions.js";
 
 /**
  * @import { Line } from "../network/items.js"
@@ -393,7 +392,11 @@ export default class Network extends View {
     const { pass, plain } = this.#parts();
     const { row, column } = chosen;
     const architecture = architectureOf(this.context.service, state.model);
-    const [{ explain }, { explainPrediction }] = await readArithmetic();
+    const [{ explain }, { explainPrediction }] = await Promise.all([
+      import("../network/arithmetic/explain.js"), // the first view does not need them
+      import("../network/arithmetic/prediction.js"),
+      import("../network/cell_arithmetic.js"),
+    ]);
     if (state.at === PREDICTIONS) {
       const [logit, probability] = await explainPrediction(pass, architecture, { row, id: column }, signal);
       const before = await plain?.logits(row, signal);
@@ -647,15 +650,6 @@ function staleOf({ at, position, head, cell, step }, line, pass, isSameLesson) {
     ...(head !== "" && !isPosition(head, heads) && { head: "" }),
     ...(item && cell !== "" && !isPosition(cell, item.heads * item.columns) && { cell: "" }),
   };
-}
-
-/** Read the modules for the arithmetic of a number, which the first view does not need. */
-function readArithmetic() {
-  return Promise.all([
-    import("../network/arithmetic/explain.js"),
-    import("../network/arithmetic/prediction.js"),
-    import("../network/cell_arithmetic.js"),
-  ]);
 }
 
 /** @param {Pass} pass */

@@ -176,8 +176,6 @@ export class PatchSweep extends HTMLElement {
     this.#said.textContent = `${comparison(found)} ${verdict(shares, here)}`;
     this.#map.data = {
       values: shares,
-      rows,
-      columns: here.length,
       rowLabels: Array.from({ length: rows }, (_, layer) => placeName(layer)),
       columnLabels: here.map((token, index) => swapped(token, there[index])),
       rowName: "layer",

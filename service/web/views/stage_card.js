@@ -168,15 +168,12 @@ export class StageValues extends HTMLElement {
     this.#axes.textContent = axesInWords(dims);
     this.#showHeads(what);
     const shape = stage.shape.filter((_, axis) => dims[axis] !== "batch" && !HEAD_AXES.includes(dims[axis]));
-    const [rows, columns] = [shape[0], shape[1] ?? 1];
     const labels = tokens.map((token) => `${token.position} ${shown(token)}`);
     const last = dims[dims.length - 1];
     this.#map.data = {
       values: decode(stage.values, stage.dtype),
-      rows,
-      columns,
       rowLabels: labels,
-      columnLabels: last === "key" ? labels : Array.from({ length: columns }, (_, index) => String(index)),
+      columnLabels: last === "key" ? labels : Array.from({ length: shape[1] ?? 1 }, (_, index) => String(index)),
       rowName: dims.includes("query") ? "query" : "token",
       columnName: COLUMN_NAMES[last] ?? "number",
       valueName: this.#stage.label.toLowerCase(),

@@ -4,20 +4,34 @@ import { getJson } from "../api.js";
 import { el } from "../dom.js";
 import { dataTable } from "../draw/data_table.js";
 import { LineChart } from "../draw/line_chart.js";
+import { bodyRow } from "../draw/tables.js";
 import { count, percent } from "../format.js";
-import { term } from "../terms.js";
+import { withTerms } from "../terms.js";
 import { View } from "../view.js";
 
 /**
  * @import { Status } from "../answers.js"
  * @import { Update, ViewState } from "../view.js"
- * @import { Child } from "../dom.js"
- * @typedef {"running" | "waiting" | "sequences" | "cache" | "found"} CountName
- * @typedef {CountName | "generated" | "prompt" | "uptime" | "kernels" | "version"} Name
  */
 
 const INTERVAL_MILLISECONDS = 1000;
 const SHOWN_SECONDS = 120;
+const CACHE = "Tokens in the {kv_cache}"; // what the meter shows, too
+/** What the table has, by label. @type {Record<string, (status: Status) => string>} */
+const VALUES = {
+  "Running requests": (status) => count(status.requests_running),
+  "Waiting requests": (status) => count(status.requests_waiting),
+  "Texts in the batch": (status) => `${count(status.sequences_running)} of at most ${count(status.max_sequences)}`,
+  [CACHE]: ({ cache }) =>
+    cache ? `${count(cache.used_tokens)} of ${count(cache.total_tokens)} (${percent(shareOf(cache))})` : "–",
+  "Prompt tokens found in the cache": ({ cache }) =>
+    cache ? `${count(cache.prompt_tokens_found)} of ${count(cache.prompt_tokens_looked_up)}` : "–",
+  "Generated tokens a second": (status) => status.tokens_per_second.generated.toFixed(1),
+  "Prompt tokens a second": (status) => status.tokens_per_second.prompt.toFixed(1),
+  "Time since the start": (status) => duration(status.uptime_seconds),
+  "Kernels that compute": (status) => status.kernels ?? "–",
+  Version: (status) => status.version,
+};
 
 export default class StatusView extends View {
   static usesPrompt = false;
@@ -28,8 +42,7 @@ export default class StatusView extends View {
   #timer;
   /** @type {object | null} the last call of `#poll` */
   #turn = null;
-  /** @type {Map<Name, HTMLElement>} name → the element that shows it */
-  #values = new Map();
+  #values = el("tbody");
   #meter = el("meter", { min: 0, max: 1, "aria-label": "Share of the cache that is in use" });
   #answer = el("p", { class: "answer" });
   #window = el("p", { class: "faint" });
@@ -39,34 +52,14 @@ export default class StatusView extends View {
     series: ["generated", "prompt"],
   });
   #table = dataTable(() => this.#tableOf());
-  #onVisibility = () => (document.hidden ? this.#pause() : this.#poll());
+  #onVisibility = () => (document.hidden ? clearTimeout(this.#timer) : this.#poll());
 
   build() {
-    /** @type {(name: Name, label: Child, ...more: Child[]) => HTMLElement} */
-    const row = (name, label, ...more) => {
-      const value = el("td");
-      this.#values.set(name, value);
-      return el("tr", {}, el("th", { scope: "row" }, label), value, el("td", {}, more));
-    };
-    const values = el(
-      "table",
-      { class: "status-values" },
-      el("caption", {}, "Now, renewed every second"),
-      el(
-        "tbody",
-        {},
-        row("running", "Running requests"),
-        row("waiting", "Waiting requests"),
-        row("sequences", "Texts in the batch"),
-        row("cache", ["Tokens in the ", term("kv_cache")], this.#meter),
-        row("found", ["Prompt tokens found in the cache"]),
-        row("generated", "Generated tokens a second"),
-        row("prompt", "Prompt tokens a second"),
-        row("uptime", "Time since the start"),
-        row("kernels", "Kernels that compute"),
-        row("version", "Version"),
-      ),
+    this.#values.append(
+      ...Object.keys(VALUES).map((label) => bodyRow(withTerms(label), ["", label === CACHE && this.#meter])),
     );
+    const caption = el("caption", {}, "Now, renewed every second");
+    const values = el("table", { class: "status-values" }, caption, this.#values);
     const found = "The cache finds the beginning of a prompt if an earlier one had it, in whole blocks of 16 tokens.";
     this.append(
       this.#answer,
@@ -90,7 +83,7 @@ export default class StatusView extends View {
   leave() {
     document.removeEventListener("visibilitychange", this.#onVisibility);
     this.#turn = null;
-    this.#pause();
+    clearTimeout(this.#timer);
   }
 
   request() {
@@ -101,20 +94,16 @@ export default class StatusView extends View {
     return [{ name: "tokens a second", element: this.#chart }];
   }
 
-  #pause() {
-    clearTimeout(this.#timer);
-  }
-
   /** Ask again in a second. */
   #wait() {
-    this.#pause();
+    clearTimeout(this.#timer);
     this.#timer = setTimeout(() => this.#poll(), INTERVAL_MILLISECONDS);
   }
 
   /** Ask now, and again a second after the answer, so that a slow service never has two requests of this view. */
   async #poll() {
     const turn = (this.#turn = {});
-    this.#pause();
+    clearTimeout(this.#timer);
     const error = await this.#read().catch((reason) => reason);
     if (turn !== this.#turn || !this.isConnected || document.hidden) return; // another turn goes on, or none
     if (error === undefined) this.#wait();
@@ -135,22 +124,9 @@ export default class StatusView extends View {
    */
   #show(status, now) {
     const { cache, tokens_per_second: speed } = status;
-    const share = cache === null ? 0 : cache.used_tokens / cache.total_tokens;
-    /** @type {Record<Name, string>} */
-    const texts = {
-      running: count(status.requests_running),
-      waiting: count(status.requests_waiting),
-      sequences: `${count(status.sequences_running)} of at most ${count(status.max_sequences)}`,
-      cache: cache === null ? "–" : `${count(cache.used_tokens)} of ${count(cache.total_tokens)} (${percent(share)})`,
-      found: cache === null ? "–" : `${count(cache.prompt_tokens_found)} of ${count(cache.prompt_tokens_looked_up)}`,
-      generated: speed.generated.toFixed(1),
-      prompt: speed.prompt.toFixed(1),
-      uptime: duration(status.uptime_seconds),
-      kernels: status.kernels ?? "–",
-      version: status.version,
-    };
+    const share = shareOf(cache);
     this.#answer.textContent = sentence(status);
-    for (const [name, value] of this.#values) value.textContent = texts[name];
+    Object.values(VALUES).forEach((read, row) => (this.#values.rows[row].cells[1].textContent = read(status)));
     this.#window.textContent =
       `Rates: means over the last ${speed.window_seconds.toFixed(1)} seconds. A prompt counts with its first ` +
       "generated token.";
@@ -184,6 +160,9 @@ export default class StatusView extends View {
     };
   }
 }
+
+/** The share of the cache that is in use. @param {Status["cache"]} cache */
+const shareOf = (cache) => (cache ? cache.used_tokens / cache.total_tokens : 0);
 
 /**
  * Whether the service is busy.

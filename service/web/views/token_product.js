@@ -110,13 +110,10 @@ export async function productOf(pass, architecture, { info, part, row }, signal)
   const [head = 0] = Object.values(part);
   const place = placeOf(pass, architecture, { name: at, row, column: 0 });
   const { heads, columns: width } = place.stage;
-  const names = [at, ...kind.needs(place).flatMap(({ stages }) => stages)];
+  const names = [at, ...kind.stages(place)];
   const shift = kind.bias(place);
   const ofHead = heads > 1 ? part : {};
-  const [bias] = await Promise.all([
-    shift ? readWeight(pass, { name: shift, part: ofHead }) : null,
-    pass.read(names, [row], signal),
-  ]);
+  const [bias] = await Promise.all([shift ? readWeight(pass, shift, ofHead) : null, pass.read(names, [row], signal)]);
   const offset = heads > 1 ? head * width : 0;
   const results = Array.from(kind.results(place));
   const inputs = inputsOf(input);

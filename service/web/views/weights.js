@@ -1,6 +1,5 @@
 // The view "Weights": the matrices that the network multiplies by, and what they do to a token of the prompt.
 
-import { getJson } from "../api.js";
 import { architectureOf, isWorkedExample } from "../articles.js";
 import { actionButton, el, labelled, select } from "../dom.js";
 import { barTable } from "../draw/bars.js";
@@ -8,12 +7,12 @@ import "../draw/heat_map.js";
 import { steadyScale } from "../draw/matrix_product.js";
 import "../draw/token_strip.js";
 import { count, number, quoted, shown } from "../format.js";
-import { readIndex } from "../indices.js";
+import { isOther, readIndex, readPosition } from "../indices.js";
 import "../network/cell_arithmetic.js";
 import { Pass } from "../network/pass.js";
+import { cachedGet } from "../passes.js";
 import { describe } from "../stages.js";
 import { View, bodyOf } from "../view.js";
-import { isOther, readPosition } from "./positions.js";
 import { LOGITS, largest, meaningOf, productOf, wordOf } from "./token_product.js";
 
 /**
@@ -65,8 +64,6 @@ export default class Weights extends View {
   #request = null;
   /** @type {{ key: string, served: Model | null, pass: Pass } | null} */
   #kept = null;
-  /** @type {{ path: string, served: Model | null, answer: WeightAnswer } | null} the part that was read last */
-  #part = null;
   /** @type {Axis | null} of the numbers of the product */
   #outputs = null;
 
@@ -94,7 +91,7 @@ export default class Weights extends View {
     const named = state.model ? { model: state.model } : {};
     const query = new URLSearchParams(named);
     const [{ weights: infos }, pass] = await Promise.all([
-      getJson(/** @type {"/weights"} */ (`/weights?${query}`), signal),
+      cachedGet(/** @type {"/weights"} */ (`/weights?${query}`), signal),
       this.#passOf(state, signal),
     ]);
     const first = infos.find(({ name }) => name.endsWith("attn.W_Q")) ?? infos[0];
@@ -110,7 +107,7 @@ export default class Weights extends View {
     this.#request = { path: `/weights/${info.name}`, body: null, query: Object.fromEntries(query) };
     const ofHead = headDim ? { [headDim]: head } : {};
     const [answer, product] = await Promise.all([
-      this.#read(path, signal),
+      cachedGet(path, signal),
       productOf(pass, this.#architecture, { info, part: ofHead, row }, signal),
     ]);
     const numbers = /** @type {number[]} */ (answer.values.flat(Infinity));
@@ -166,18 +163,6 @@ export default class Weights extends View {
       : await Pass.withoutNumbers(body, this.model, signal);
     this.#kept = { key, served, pass };
     return pass;
-  }
-
-  /**
-   * A part of a weight. Another token is multiplied by the same one.
-   * @param {"/weights/"} path
-   * @param {AbortSignal} signal
-   */
-  async #read(path, signal) {
-    const served = this.context.service.model;
-    if (this.#part?.path !== path || this.#part.served !== served)
-      this.#part = { path, served, answer: await getJson(path, signal) };
-    return this.#part.answer;
   }
 
   /**
@@ -270,8 +255,6 @@ export default class Weights extends View {
     const [down, across] = isTall ? [columns, rows] : [rows, columns];
     this.#map.data = {
       values: isTall ? transposed(numbers, rows.labels.length, columns.labels.length) : numbers,
-      rows: down.labels.length,
-      columns: across.labels.length,
       rowLabels: down.labels,
       columnLabels: across.labels,
       rowName: nameOf(down),
@@ -300,8 +283,6 @@ export default class Weights extends View {
     const { label } = describe(input, this.#architecture);
     this.#product.data = {
       values: transposed(numbers, rows.labels.length, columns.labels.length),
-      rows: columns.labels.length,
-      columns: rows.labels.length,
       rowLabels: columns.labels,
       columnLabels: rows.labels,
       rowName: nameOf(columns),

@@ -43,11 +43,9 @@ function scoreOf(place) {
 
 /** @type {Kind} */
 export const score = {
-  needs: (place) => [
-    { stages: [queriesOf(place)], rows: [place.row] },
-    { stages: [keysOf(place)], rows: [place.within] },
-  ],
-  explain(place) {
+  async explain(place, read) {
+    await read([queriesOf(place)]);
+    await read([keysOf(place)], [place.within]);
     const { pass, row, within } = place;
     const { products, formula, terms, rest, sum, size, scale, factor, scaled, cap, capped } = scoreOf(place);
     const [query, key] = [pass.tokens[row], pass.tokens[within]];
@@ -85,8 +83,8 @@ export const score = {
 
 /** @type {Kind} */
 export const maskedScore = {
-  needs: (place) => [{ stages: [siblingOf(place, "attn.scores") ?? ""], rows: [place.row] }],
-  explain(place) {
+  async explain(place, read) {
+    await read([siblingOf(place, "attn.scores")]);
     const { pass, row, within } = place;
     const [scores, masked] = ["attn.scores", "attn.attn_scores"].map((part) => numsOfKeys(place, part));
     const from = scores[within];
@@ -119,8 +117,8 @@ function numsOfKeys(place, part) {
 
 /** @type {Kind} */
 export const pattern = {
-  needs: (place) => [{ stages: [siblingOf(place, "attn.attn_scores") ?? ""], rows: [place.row] }],
-  explain(place) {
+  async explain(place, read) {
+    await read([siblingOf(place, "attn.attn_scores")]);
     const { tokens } = place.pass;
     const nums = numsOfKeys(place, "attn.attn_scores");
     const entries = nums.map((num, key) => ({ name: `${key} ${quoted(tokens[key])}`, num }));
@@ -134,15 +132,13 @@ export const pattern = {
 
 /** @type {Kind} */
 export const head = {
-  needs(place) {
-    const rows = place.pass.tokens.map(({ position }) => position);
-    return [
-      { stages: [siblingOf(place, "attn.pattern") ?? ""], rows: [place.row] },
-      { stages: [siblingOf(place, "attn.v") ?? ""], rows },
-    ];
-  },
-  explain(place) {
+  async explain(place, read) {
     const { pass, row, head: at, within } = place;
+    await read([siblingOf(place, "attn.pattern")]);
+    await read(
+      [siblingOf(place, "attn.v")],
+      pass.tokens.map(({ position }) => position),
+    );
     const sources = sourcesOf(place);
     const products = sources.map(({ name, weight, values }) => ({ name, a: weight, b: values[within] }));
     const { formula, terms, rest, sum, size } = sumOfProducts(products);

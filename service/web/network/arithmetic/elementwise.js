@@ -12,7 +12,7 @@ import { softmax } from "./softmax.js";
 /**
  * @import { Architecture } from "../../answers.js"
  * @import { Pass, PassStage } from "../pass.js"
- * @import { Formula, Kind, Num, Place } from "./explanation.js"
+ * @import { Formula, Kind, Num, Place, Read } from "./explanation.js"
  */
 
 /** @param {Place} place @returns {string[]} the stages whose sum this one is */
@@ -33,10 +33,10 @@ function addendsOf(place) {
 
 /** @type {Kind} */
 export const sum = {
-  needs: (place) => [{ stages: addendsOf(place), rows: [place.row] }],
-  explain(place) {
+  async explain(place, read) {
     const { stage, row, column, part } = place;
     const names = addendsOf(place);
+    await read(names);
     const vectors = names.map((name) =>
       Array.from({ length: stage.columns }, (_, index) => numOf(place, name, row, index)),
     );
@@ -84,9 +84,11 @@ function normInput(place) {
 /**
  * The numbers of the vector that a norm reads: those of one head, if the norm is that of each head.
  * @param {Place} place
+ * @param {Read} read
  */
-function normVector(place) {
+async function normVector(place, read) {
   const names = normInput(place);
+  await read(names);
   const { stage, head, pass, row } = place;
   const size = (pass.stages.get(names[0])?.heads ?? 1) * (pass.stages.get(names[0])?.columns ?? 0);
   const part = stage.heads > 1 ? size / stage.heads : size;
@@ -107,14 +109,10 @@ function meanOf(place, vector) {
   return isRms(place) ? 0 : vector.reduce((total, { value }) => total + value, 0) / vector.length;
 }
 
-/** @param {Place} place */
-const normNeeds = (place) => [{ stages: normInput(place), rows: [place.row] }];
-
 /** @type {Kind} */
 export const divisor = {
-  needs: normNeeds,
-  explain(place) {
-    const vector = normVector(place);
+  async explain(place, read) {
+    const vector = await normVector(place, read);
     if (vector.length === 0) return null;
     const count = vector.length;
     const mean = meanOf(place, vector);
@@ -156,15 +154,13 @@ export const divisor = {
 
 /** @type {Kind} */
 export const normalized = {
-  needs: (place) => [
-    ...normNeeds(place),
-    { stages: [place.stage.name.replace("normalized", "scale")], rows: [place.row] },
-  ],
-  explain(place) {
-    const vector = normVector(place);
+  async explain(place, read) {
+    const vector = await normVector(place, read);
     if (vector.length === 0) return null;
     const { stage, row, head, within, column } = place;
-    const scale = numOf(place, stage.name.replace("normalized", "scale"), row, stage.heads > 1 ? head : 0);
+    const name = stage.name.replace("normalized", "scale");
+    await read([name]);
+    const scale = numOf(place, name, row, stage.heads > 1 ? head : 0);
     const mean = meanOf(place, vector);
     const chosen = stage.heads > 1 ? within : column;
     const from = vector[chosen];
@@ -210,10 +206,10 @@ export function turnOf(pass, a, { name, before, row, head, index }) {
 
 /** @type {Kind} */
 export const rotated = {
-  needs: (place) => [{ stages: [beforeRotation(place)], rows: [place.row] }],
-  explain(place) {
+  async explain(place, read) {
     const { architecture: a, row, head, within, column, stage, part } = place;
     const name = beforeRotation(place);
+    await read([name]);
     const own = numOf(place, name, row, column);
     const half = halfOf(a, stage);
     if (within >= 2 * half)
@@ -284,11 +280,9 @@ function erf(x) {
 
 /** @type {Kind} */
 export const activated = {
-  needs: (place) => [
-    { stages: ["mlp.pre", "mlp.pre_linear"].flatMap((part) => siblingOf(place, part) ?? []), rows: [place.row] },
-  ],
-  explain(place) {
+  async explain(place, read) {
     const [gate, up] = [siblingOf(place, "mlp.pre"), siblingOf(place, "mlp.pre_linear")];
+    await read([gate, up]);
     const { architecture, stage, row, column } = place;
     const { activation } = architecture;
     if (gate === null || !(activation in ACTIVATIONS)) return null;
@@ -313,16 +307,11 @@ export const activated = {
 
 /** @type {Kind} */
 export const expertWeight = {
-  needs: (place) => [
-    {
-      stages: ["mlp.router_logits", "mlp.expert_indices"].map((part) => siblingOf(place, part) ?? ""),
-      rows: [place.row],
-    },
-  ],
-  explain: (place) => ({
-    ...softmax(place, ...routed(place)),
-    picture: softmaxPicture(...routed(place), { from: "router", to: "weight", isRanked: true }),
-  }),
+  async explain(place, read) {
+    await read(["mlp.router_logits", "mlp.expert_indices"].map((part) => siblingOf(place, part)));
+    const picture = softmaxPicture(...routed(place), { from: "router", to: "weight", isRanked: true });
+    return { ...softmax(place, ...routed(place)), picture };
+  },
 };
 
 /**

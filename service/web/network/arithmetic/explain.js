@@ -4,12 +4,11 @@ import { describe } from "../../stages.js";
 import { head, maskedScore, pattern, score } from "./attention.js";
 import { activated, divisor, expertWeight, normalized, rotated, sum } from "./elementwise.js";
 import { WEIGHTED, gained } from "./products.js";
-import { readWeight } from "../weights.js";
 
 /**
  * @import { Architecture } from "../../answers.js"
  * @import { Pass, PassStage } from "../pass.js"
- * @import { Explained, Kind, Place } from "./explanation.js"
+ * @import { Explained, Kind, Place, Read } from "./explanation.js"
  * @typedef {{ name: string, row: number, column: number }} Cell of a stage
  */
 
@@ -49,16 +48,21 @@ export async function explain(pass, architecture, cell, signal) {
 /**
  * How a number was computed as one of a kind.
  * @param {Kind} kind
- * @param {Place} place whose weights are read here
+ * @param {Place} place
  * @param {AbortSignal} signal
  * @returns {Promise<Explained>}
  */
 export async function explainAs(kind, place, signal) {
-  const { pass, architecture, stage } = place;
-  for (const { stages, rows } of kind.needs(place)) await pass.read(stages.filter(Boolean), rows, signal);
-  place.weights = await Promise.all((kind.weights?.(place) ?? []).map((each) => readWeight(pass, each)));
+  const { pass, architecture, stage, row } = place;
+  /** @type {Read} */
+  const read = (stages, rows = [row]) =>
+    pass.read(
+      stages.filter((name) => name !== null),
+      rows,
+      signal,
+    );
   const { formula } = describe(stage.name, architecture);
-  return { place, formula, explanation: kind.explain(place) };
+  return { place, formula, explanation: await kind.explain(place, read) };
 }
 
 /**
@@ -71,5 +75,5 @@ export function placeOf(pass, architecture, { name, row, column }) {
   const stage = /** @type {PassStage} */ (pass.stages.get(name));
   const { layer, part } = describe(name, architecture);
   const ofHead = { head: Math.floor(column / stage.columns), within: column % stage.columns };
-  return { pass, architecture, stage, layer, part, row, column, ...ofHead, served: NaN, weights: [] };
+  return { pass, architecture, stage, layer, part, row, column, ...ofHead, served: NaN };
 }

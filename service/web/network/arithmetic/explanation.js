@@ -4,7 +4,6 @@
 /**
  * @import { Architecture } from "../../answers.js"
  * @import { Pass, PassStage } from "../pass.js"
- * @import { Weight, WeightPart } from "../weights.js"
  *
  * @typedef {{ value: number, stage?: string, row?: number, column?: number }} Num a number, and where it comes from
  * @typedef {(string | Num)[]} Formula
@@ -17,15 +16,15 @@
  *   rounding may take it from the number of the service; `picture`: of the operation, with its numbers
  * @typedef {{
  *   pass: Pass, architecture: Architecture, stage: PassStage, layer: number | null, part: string, row: number,
- *   column: number, head: number, within: number, served: number, weights: Weight[],
+ *   column: number, head: number, within: number, served: number,
  * }} Place `column`: of all heads together; `within`: in its head
  * @typedef {{ place: Place, formula: string, explanation: Explanation | null }} Explained `formula`: of the stage, in
  *   words
- * @typedef {{ stages: string[], rows: number[] }} Need
+ * @typedef {(stages: (string | null)[], rows?: number[]) => Promise<unknown>} Read `rows`: that of the place, unless
+ *   others are given
  * @typedef {{
- *   needs: (place: Place) => Need[], weights?: (place: Place) => WeightPart[], isKnown?: (place: Place) => boolean,
- *   explain: (place: Place) => Explanation | null,
- * }} Kind `isKnown`: whether the stages that it needs exist
+ *   explain: (place: Place, read: Read) => Promise<Explanation | null>, isKnown?: (place: Place) => boolean,
+ * }} Kind `isKnown`: whether the stages that it reads exist
  */
 
 export const LISTED = 10; // terms of a sum that are listed at first

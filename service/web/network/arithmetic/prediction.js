@@ -30,7 +30,7 @@ export async function explainPrediction(pass, architecture, { row, id }, signal)
   const input = inputOf(pass);
   const [logits, matrix] = await Promise.all([
     pass.logits(row, signal),
-    readWeight(pass, { name: "unembed.W_U", part: { d_vocab: id } }),
+    readWeight(pass, "unembed.W_U", { d_vocab: id }),
     pass.read([input], [row], signal),
   ]);
   const tokens = new Map((pass.predictions.get(row) ?? []).map((token) => [token.id, token]));
@@ -46,7 +46,6 @@ export async function explainPrediction(pass, architecture, { row, id }, signal)
     head: 0,
     within: id,
     served: logits.logits.values[id],
-    weights: [matrix],
   };
   const { logits_scale: scale, logits_softcap: cap } = architecture;
   const products = productsOf(place, input, matrix);

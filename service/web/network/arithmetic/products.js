@@ -3,6 +3,7 @@
 
 import { quoted } from "../../format.js";
 import { productPicture } from "../operations/product_picture.js";
+import { readWeight } from "../weights.js";
 import { numOf, plain, siblingOf, slackOf, sumOfProducts } from "./explanation.js";
 
 /**
@@ -10,14 +11,14 @@ import { numOf, plain, siblingOf, slackOf, sumOfProducts } from "./explanation.j
  * @import { Architecture } from "../../answers.js"
  * @import { Explanation, Kind, Num, Place } from "./explanation.js"
  * @import { Pass } from "../pass.js"
- * @import { Weight, WeightPart } from "../weights.js"
+ * @import { Weight } from "../weights.js"
  * @typedef {Pick<Place, "pass" | "architecture" | "layer">} Where
  * @typedef {Kind & {
  *   input: (place: Where) => string, weight: (place: Where) => string, bias: (place: Where) => string | null,
- *   isKnown: (place: Where) => boolean, weights: (place: Place) => WeightPart[],
- *   explain: (place: Place) => Explanation, results: (place: Place) => Numbers | number[],
- * }} ProductKind `input`, `weight` and `bias`: the names of the stage and of the weights; `results`: what the service
- *   computed for all columns
+ *   isKnown: (place: Where) => boolean, stages: (place: Where) => string[],
+ *   results: (place: Place) => Numbers | number[],
+ * }} ProductKind `input`, `weight` and `bias`: the names of the stage and of the weights; `stages`: all that it reads;
+ *   `results`: what the service computed for all columns
  */
 
 const QUANTIZED = 0.02; // of the sizes of the terms: where weights are quantized, so may be what they multiply
@@ -57,33 +58,28 @@ function product({ input, weight, dim, bias, byHead, scale = () => 1, norm }) {
   const biasOf = (/** @type {Where} */ place) => bias(place) && `blocks.${place.layer}.${bias(place)}`;
   const norms = (/** @type {Where} */ place) =>
     norm ? ["normalized", "scale"].flatMap((part) => siblingOf(place, `${norm}.${part}`) ?? []) : [];
+  const stages = (/** @type {Where} */ place) => [input(place), ...norms(place)];
   return {
     input,
     weight: weightOf,
     bias: biasOf,
     isKnown: (place) => place.pass.stages.has(input(place)) && (norms(place).length === 0 || isRms(place)),
-    needs: (place) => [{ stages: [input(place), ...norms(place)], rows: [place.row] }],
-    weights(place) {
-      const part = {
-        [dim]: byHead ? place.within : place.column,
-        ...(byHead && { [byHead]: place.head }),
-      };
-      const shift = biasOf(place);
-      return [{ name: weightOf(place), part }, ...(shift ? [{ name: shift, part }] : [])];
-    },
+    stages,
     results(place) {
       const [normalized, divisor] = norms(place).map((name) => place.pass.row(name, place.row) ?? []);
       if (!normalized) return place.pass.row(place.stage.name, place.row) ?? [];
       return Array.from(normalized, (value) => value * divisor[0]);
     },
-    explain(place) {
-      const [matrix, shift] = place.weights;
+    async explain(place, read) {
+      await read(stages(place));
+      const part = { [dim]: byHead ? place.within : place.column, ...(byHead && { [byHead]: place.head }) };
+      const [matrix, shift] = await readWeights(place, [weightOf(place), biasOf(place)], part);
       const products = productsOf(place, input(place), matrix);
       const from = `${input(place).replace(/^blocks\.\d+\./, "")} × ${weight(place).split(".").at(-1)}`;
       const factor = norms(place).length === 0 ? scale(place) : 1; // the norm comes before the scale
       return {
         ...weighted(place, products, matrix, shift?.values[0] ?? null, factor, from),
-        picture: productPicture(place, products, byHead !== undefined),
+        picture: productPicture(place, products, { matrix, shift, hasHead: byHead !== undefined }),
       };
     },
   };
@@ -97,22 +93,27 @@ function product({ input, weight, dim, bias, byHead, scale = () => 1, norm }) {
  * @returns {Kind}
  */
 function normed(kind, norm, scale) {
-  const after = (/** @type {Place} */ place) => siblingOf(place, `${norm}.out`);
   return {
-    needs(place) {
-      const stage = after(place);
-      return stage ? [{ stages: [stage], rows: [place.row] }] : kind.needs(place);
-    },
-    weights: (place) => (after(place) ? [] : kind.weights(place)),
-    explain(place) {
-      const stage = after(place);
-      if (!stage) return kind.explain(place);
+    async explain(place, read) {
+      const stage = siblingOf(place, `${norm}.out`);
+      if (!stage) return kind.explain(place, read);
+      await read([stage]);
       const [from, factor] = [numOf(place, stage, place.row, place.column), scale(place)];
       const computed = from.value * factor;
       const formula = ["= ", from, ...(factor === 1 ? [] : [` × ${factor}`])];
       return plain(place, "the result of the norm before it", formula, computed, Math.abs(computed), 1);
     },
   };
+}
+
+/**
+ * The same part of a weight and, if there is one, of its bias.
+ * @param {Place} place
+ * @param {(string | null)[]} names
+ * @param {Record<string, number>} part
+ */
+function readWeights({ pass }, names, part) {
+  return Promise.all(names.filter((name) => name !== null).map((name) => readWeight(pass, name, part)));
 }
 
 /**
@@ -229,22 +230,16 @@ export function productWith(pass, architecture, weight) {
   return null;
 }
 
-/** @param {Place} place */
-const normOf = ({ stage }) => stage.name.replace(/\.out$/, "");
-/** @param {Place} place */
-const hasNormBias = ({ architecture: a, part }) => a.norm === "layer" && !part.startsWith("attn.");
-
 /** The index of a gain: those of heads have two dims, or one that all heads share. @type {Kind} */
 export const gained = {
-  needs: (place) => [{ stages: [`${normOf(place)}.normalized`], rows: [place.row] }],
-  weights: (place) => [
-    { name: `${normOf(place)}.w`, part: {} },
-    ...(hasNormBias(place) ? [{ name: `${normOf(place)}.b`, part: {} }] : []),
-  ],
-  explain(place) {
-    const from = numOf(place, `${normOf(place)}.normalized`, place.row, place.column);
-    const [gains, shifts] = place.weights;
-    const at = gains.values.length === place.stage.columns ? place.within : place.column;
+  async explain(place, read) {
+    const { architecture, part, stage, row, column } = place;
+    const norm = stage.name.replace(/\.out$/, "");
+    const hasBias = architecture.norm === "layer" && !part.startsWith("attn.");
+    await read([`${norm}.normalized`]);
+    const from = numOf(place, `${norm}.normalized`, row, column);
+    const [gains, shifts] = await readWeights(place, [`${norm}.w`, hasBias ? `${norm}.b` : null], {});
+    const at = gains.values.length === stage.columns ? place.within : column;
     const gain = gains.values[at];
     const shift = shifts?.values[at] ?? null;
     const computed = from.value * gain + (shift ?? 0);
@@ -257,11 +252,10 @@ export const gained = {
 
 /** @type {Kind} */
 const embedding = {
-  needs: () => [],
-  weights: ({ pass, row, column }) => [{ name: "embed.W_E", part: { d_vocab: pass.tokens[row].id, d_model: column } }],
-  explain(place) {
-    const [weight] = place.weights[0].values;
+  async explain(place) {
     const token = place.pass.tokens[place.row];
+    const part = { d_vocab: token.id, d_model: place.column };
+    const [weight] = (await readWeight(place.pass, "embed.W_E", part)).values;
     const sentence = `row ${token.id} of the embedding table, that of ${quoted(token)}`;
     return plain(place, sentence, ["W_E = ", { value: weight }], weight, Math.abs(weight));
   },

@@ -3,7 +3,7 @@
 import { svg } from "../../dom.js";
 import { said } from "../arithmetic/explanation.js";
 import { brief } from "../labels.js";
-import { hit, text } from "./drawing.js";
+import { area, hit, text } from "./drawing.js";
 import { OperationPicture } from "./operation_picture.js";
 
 /**
@@ -101,10 +101,7 @@ function gate({ x, width }, name, result, factor) {
         text(x, y + 10, words, { kind: "faint" }),
         text(x + width, y + 10, said(num.value), { anchor: "end", kind: isLast ? "result" : "strong" }),
         svg("rect", { x: num.value < 0 ? zero - length : zero, y: y + 16, width: length, height: 14, class: kind }),
-        svg("rect", {
-          ...{ x, y, width, height: 34, fill: "transparent" },
-          ...hit({ text: `${words}: ${said(num.value)}`, num }),
-        }),
+        area({ x, y, width, height: 34 }, { text: `${words}: ${said(num.value)}`, num }),
       ];
     }),
   ];

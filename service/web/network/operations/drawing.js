@@ -48,6 +48,15 @@ export function hit({ text: words, num, key }) {
 }
 
 /**
+ * An area without a colour of its own that the pointer can hit.
+ * @param {Box & { rx?: number }} box
+ * @param {Hit} what
+ */
+export function area(box, what) {
+  return svg("rect", { ...box, fill: "transparent", ...hit(what) });
+}
+
+/**
  * The size that gets the strongest colour, or 1: a high percentile, so that a few large numbers do not make all others
  * pale.
  * @param {number[]} values
@@ -140,7 +149,7 @@ export function bars({ x, y, width, height }, cells, most, chosen) {
     const kind = hasChosen ? "chosen" : value < 0 ? "negative" : "positive";
     return [
       svg("rect", { ...place, y: value < 0 ? zero : zero - length, height: length, class: kind }),
-      svg("rect", { ...place, y, height, fill: "transparent", ...hit(hasChosen ? cells[chosen] : shown) }),
+      area({ ...place, y, height }, hasChosen ? cells[chosen] : shown),
     ];
   });
   return [svg("path", { d: `M ${x} ${zero} h ${width}`, class: "axis" }), ...nodes];

@@ -3,7 +3,7 @@
 import { svg } from "../../dom.js";
 import { percent } from "../../format.js";
 import { said } from "../arithmetic/explanation.js";
-import { hit, strongest, mark, strip, text } from "./drawing.js";
+import { area, strongest, mark, strip, text } from "./drawing.js";
 import { OperationPicture } from "./operation_picture.js";
 
 /**
@@ -48,10 +48,10 @@ export function mixturePicture({ label, sources, name, chosen }) {
         label: [
           text(names, middle + 4, token, { anchor: "end", room: names }),
           text(box.x - 6, middle + 4, percent(weight.value), { anchor: "end" }),
-          svg("rect", {
-            ...{ x: 0, y: row * PITCH, width: box.x - 4, height: PITCH, fill: "transparent" },
-            ...hit({ text: `${token}: weight ${said(weight.value)}`, num: weight }),
-          }),
+          area(
+            { x: 0, y: row * PITCH, width: box.x - 4, height: PITCH },
+            { text: `${token}: weight ${said(weight.value)}`, num: weight },
+          ),
         ],
         strip: strip({ ...box, y: middle - height / 2, height }, cells, size),
         flow: svg("path", { d: `M ${end + 1} ${middle} ${bend}`, class: "stream", "stroke-width": height * 0.6 }),

@@ -7,25 +7,25 @@ import { placeName } from "../names.js";
 
 /**
  * @import { Num, Place } from "../arithmetic/explanation.js"
+ * @import { Weight } from "../weights.js"
  * @typedef {{ name: string, a: Num, b: Num }} Factors
  */
 
 const STRIPES = 64; // that can be told apart in the panel
 
 /**
- * @param {Place} place with its weights
+ * @param {Place} place
  * @param {Factors[]} products
- * @param {boolean} hasHead whether the matrix has a part for the head of the number
+ * @param {{ matrix: Weight, shift: Weight | undefined, hasHead: boolean }} weights `shift`: the bias; `hasHead`:
+ *   whether the matrix has a part for the head of the number
  */
-export function productPicture(place, products, hasHead) {
-  const { layer, head, within, row, column, served, weights } = place;
-  const [matrix, shift] = weights;
+export function productPicture(place, products, { matrix, shift, hasHead }) {
+  const { layer, head, within, row, column, served } = place;
   const { most, stripes } = strongest(products);
   const picture = el("matrix-product", { small: true });
   const words = `sum of ${products.length} products${shift ? " + bias" : ""}`;
   picture.data = {
     values: stripes.map(({ b }) => b.value),
-    ...{ rows: 1, columns: stripes.length },
     ...{ rowLabels: [String(within)], columnLabels: stripes.map(({ name }) => name) },
     ...{ rowName: "number", columnName: "input", valueName: matrix.name },
     ...{ input: stripes.map(({ a }) => a.value), inputName: words },

@@ -2,7 +2,7 @@
 
 import { svg } from "../../dom.js";
 import { said } from "../arithmetic/explanation.js";
-import { arrow, hit, text } from "./drawing.js";
+import { area, arrow, hit, text } from "./drawing.js";
 import { OperationPicture } from "./operation_picture.js";
 
 /**
@@ -152,10 +152,10 @@ function wordsOf({ from, to, position, angle, speed, clocks, chosen, names }, x,
       key("before", below + 2),
       text(x + 20, below + 2, pair(from.map(({ value }) => value)), { room: room - 20 }),
       ...from.map(({ value, ...num }, index) =>
-        svg("rect", {
-          ...{ x: x + 20 + index * 70, y: below - 9, width: 68, height: 14, fill: "transparent" },
-          ...hit({ text: `number ${names[index]} before the turn: ${said(value)}`, num: { value, ...num } }),
-        }),
+        area(
+          { x: x + 20 + index * 70, y: below - 9, width: 68, height: 14 },
+          { text: `number ${names[index]} before the turn: ${said(value)}`, num: { value, ...num } },
+        ),
       ),
     ],
     after: [

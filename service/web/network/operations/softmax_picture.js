@@ -4,7 +4,7 @@ import { svg } from "../../dom.js";
 import { count, percent } from "../../format.js";
 import { sharesOf } from "../arithmetic/softmax.js";
 import { LISTED, said } from "../arithmetic/explanation.js";
-import { hit, text } from "./drawing.js";
+import { area, text } from "./drawing.js";
 import { OperationPicture } from "./operation_picture.js";
 
 /** @import { Num } from "../arithmetic/explanation.js" */
@@ -75,10 +75,7 @@ export function softmaxPicture(numbers, chosen, { from, to, isRanked = false }) 
         after: [
           svg("rect", { x: shares, y, width: length, height: BAR, class: kind }),
           text(width, y + 9, percent(entry.share), { anchor: "end", kind: isChosen ? "result" : "" }),
-          svg("rect", {
-            ...{ x: 0, y: y - 2, width, height: PITCH - 1, fill: "transparent", rx: 2 },
-            ...hit({ text: words, num: entry.num }),
-          }),
+          area({ x: 0, y: y - 2, width, height: PITCH - 1, rx: 2 }, { text: words, num: entry.num }),
         ],
       };
     });
