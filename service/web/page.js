@@ -303,7 +303,7 @@ function obstacleOf(View, state) {
   return null;
 }
 
-/** Show the prompt of the address, at once. A prompt that was typed but not run stays, unless the address has changed. */
+/** Show the prompt of the address, at once. A prompt that was typed but not run stays, unless that has changed. */
 function showPrompt() {
   const { prompt } = readState(location.hash, defaults(null, addressed().model ?? ""));
   if (prompt !== shownPrompt) byId("prompt").value = prompt;

@@ -160,7 +160,8 @@ def test_a_schema_is_followed_and_parsed(client: openai.OpenAI) -> None:
 
 
 def test_a_json_object_is_an_object(chat: Complete) -> None:
-    choice = chat(messages=FRANCE, response_format={"type": "json_object"}, max_tokens=200, seed=3).choices[0]
+    choice = chat(messages=FRANCE, response_format={"type": "json_object"}, max_tokens=80, seed=3).choices[0]
+    assert choice.message.content.startswith("{")
     assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
 
 

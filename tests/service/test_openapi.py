@@ -56,7 +56,7 @@ for found in API.get_all_operations():
         *((f"POST {path}", GenerationMode.NEGATIVE) for path in POSTS),  # a GET has no body
     ],
 )
-@pytest.mark.parametrize("num_requests", [6, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [6, pytest.param(40, marks=pytest.mark.slow)])
 def test_random_requests_are_answered_as_documented(
     tiny: Running, label: str, mode: GenerationMode, num_requests: int
 ) -> None:
