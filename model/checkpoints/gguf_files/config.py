@@ -98,8 +98,6 @@ def _qwen3_moe(source: ConfigSource) -> dict[str, Any]:
         "num_experts_per_tok": reader.integer("expert_used_count"),
         "moe_intermediate_size": reader.integer("expert_feed_forward_length"),
         "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
     }
 
 
