@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
+from model.checkpoints.families import translate
 from model.checkpoints.gguf_files.config import ARCHITECTURES, read_config
 from model.checkpoints.gguf_files.header import StoredTensor
 from model.checkpoints.gguf_files.metadata import MetadataReader
@@ -105,8 +106,13 @@ def test_missing_keys_have_the_defaults_of_llama_cpp() -> None:
     assert gemma2["final_logit_softcapping"] == 30.0
     assert gemma3["rope_local_base_freq"] == 10000.0
     assert gemma3["layer_types"] == ["full_attention"] * 7
-    windowed = config_of("gemma3", block_count=7, attention__sliding_window=16)
-    assert windowed["layer_types"].index("full_attention") == 5
+    for architecture, full in (("gemma2", 1), ("gemma3", 5)):
+        _, config = translate(config_of(architecture, block_count=7, attention__sliding_window=16))
+        assert config.windowed_layers is not None
+        assert config.windowed_layers.index(False) == full
+    _, smollm3 = translate(config_of("smollm3", block_count=7))
+    assert smollm3.rotary_layers is not None
+    assert smollm3.rotary_layers.index(False) == 3
 
 
 @pytest.mark.parametrize(("architecture", "num_layers"), [("gemma2", 46), ("gemma3", 62)])

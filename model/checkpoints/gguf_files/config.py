@@ -15,11 +15,10 @@ from model.checkpoints.gguf_files.metadata import MetadataReader
 from model.errors import CheckpointError, short_repr
 
 GEMMA3_LOCAL_THETA = 10000.0
-# Every such layer attends to all tokens; the others have a window.
+# Every such layer attends to all tokens; the others have a window. The families have the same defaults.
 GEMMA2_PERIOD, GEMMA3_PERIOD = 2, 6
 # The models with this number of layers (27B) scale attention by the width of the network over its heads.
 GEMMA2_WIDE_LAYERS, GEMMA3_WIDE_LAYERS = 46, 62
-SMOLLM3_PERIOD = 4  # every such layer has no rotary positions
 
 
 def read_config(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
@@ -99,13 +98,7 @@ def _qwen3_moe(source: ConfigSource) -> dict[str, Any]:
         "num_experts_per_tok": reader.integer("expert_used_count"),
         "moe_intermediate_size": reader.integer("expert_feed_forward_length"),
         "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
     }
-
-
-def _layer_kinds(num_layers: int, period: int) -> list[str]:
-    return ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(num_layers)]
 
 
 def _gemma(source: ConfigSource, model_type: str, wide_layers: int) -> dict[str, Any]:
@@ -124,7 +117,6 @@ def _gemma2(source: ConfigSource) -> dict[str, Any]:
         "attn_logit_softcapping": reader.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": reader.number("final_logit_softcapping", 30.0),
         "sliding_window": reader.integer("attention.sliding_window", 4096),
-        "layer_types": _layer_kinds(config["num_hidden_layers"], GEMMA2_PERIOD),
     }
 
 
@@ -132,13 +124,12 @@ def _gemma3(source: ConfigSource) -> dict[str, Any]:
     reader = source.reader
     config = _gemma(source, "gemma3_text", GEMMA3_WIDE_LAYERS)
     reader.expect("attention.sliding_window_pattern", GEMMA3_PERIOD)
-    # Without a window, all layers use `rope_theta`.
     window = reader.integer("attention.sliding_window", 0)
     config["rope_local_base_freq"] = reader.number("rope.freq_base_swa", GEMMA3_LOCAL_THETA)
     config["final_logit_softcapping"] = reader.number("final_logit_softcapping", 0.0) or None
-    num_layers = config["num_hidden_layers"]
-    kinds = _layer_kinds(num_layers, GEMMA3_PERIOD) if window else ["full_attention"] * num_layers
-    return config | {"sliding_window": window or None, "layer_types": kinds}
+    if not window:  # all layers use `rope_theta` then
+        config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
+    return config | {"sliding_window": window or None}
 
 
 def _phi3(source: ConfigSource) -> dict[str, Any]:
@@ -159,9 +150,7 @@ def _olmo2(source: ConfigSource) -> dict[str, Any]:
 
 
 def _smollm3(source: ConfigSource) -> dict[str, Any]:
-    config = read_common(source, "smollm3")
-    layers = range(config["num_hidden_layers"])
-    return config | _biases(source) | {"no_rope_layers": [int((layer + 1) % SMOLLM3_PERIOD != 0) for layer in layers]}
+    return read_common(source, "smollm3") | _biases(source)
 
 
 def _granite(source: ConfigSource) -> dict[str, Any]:

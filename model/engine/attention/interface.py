@@ -22,7 +22,7 @@ class BlockTable(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTokens:
-    """What attention needs of a `ScheduledSequence`, where no scheduler has made one."""
+    """The tokens of a sequence as attention needs them, where no scheduler has made a `ScheduledSequence`."""
 
     start: int
     new_tokens: Sequence[int]

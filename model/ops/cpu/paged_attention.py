@@ -203,7 +203,7 @@ class PagedAttention:
 def _query_arguments(
     q: Tensor, keys: Tensor | QuantizedRows, block_size: int, window: int | None, rule: ScoreRule
 ) -> dict[str, Argument]:
-    """What all kernels of attention need to know of q (N, H, D), of the keys and of the scores."""
+    """The arguments of all kernels of attention about q (N, H, D), the keys and the scores."""
     (q, q_stride), (keys, key_magnitudes) = merge_outer_dims(q, 2), _parts(keys)
     return {
         "q": q,
