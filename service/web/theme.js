@@ -5,7 +5,8 @@ const darkSystem = matchMedia("(prefers-color-scheme: dark)");
 const { style } = document.documentElement;
 
 /** Colours of the style sheets that scripts read. As registered colours, they are those of the theme. */
-for (const name of "page panel text faint line river bank path branch negative edit".split(" "))
+export const COLOURS = "page panel text faint line river bank path branch negative edit".split(" ");
+for (const name of COLOURS)
   CSS.registerProperty({ name: `--${name}`, syntax: "<color>", inherits: true, initialValue: "black" });
 
 /** Whether the page is dark at this moment. */

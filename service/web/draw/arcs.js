@@ -35,7 +35,12 @@ export class AttentionArcs extends DrawnElement {
   #shown;
   /** @type {number | null} the token below the mouse */
   #pointed = null;
+  #box = el("div", { class: "scroll", onpointerleave: () => this.#point(null) });
   #note = el("p", { class: "faint" });
+
+  build() {
+    this.append(this.#box, this.#note);
+  }
 
   /** @param {Shown} shown */
   show(shown) {
@@ -44,7 +49,7 @@ export class AttentionArcs extends DrawnElement {
   }
 
   picture() {
-    return /** @type {SVGSVGElement} */ (this.querySelector("svg"));
+    return /** @type {SVGSVGElement} */ (this.#box.firstElementChild);
   }
 
   redraw() {
@@ -79,16 +84,9 @@ export class AttentionArcs extends DrawnElement {
       tokens,
     );
     picture.addEventListener("keydown", (event) => this.#press(event));
-    const said = sayLeftOut(places, this.#shown);
     const hadFocus = this.contains(document.activeElement);
-    const box = this.querySelector(".scroll") ?? document.createElement("div");
-    box.className = "scroll";
-    box.replaceChildren(picture);
-    if (!box.parentNode) {
-      box.addEventListener("pointerleave", () => this.#point(null));
-      this.append(box, this.#note);
-    }
-    this.#note.textContent = said;
+    this.#box.replaceChildren(picture);
+    this.#note.textContent = sayLeftOut(places, this.#shown);
     if (hadFocus) picture.focus({ preventScroll: true });
   }
 

@@ -1,6 +1,6 @@
 // What one picture of the network depends on, and the places of a token's row: its river, and the lane of the branches.
 
-import { isDark } from "../theme.js";
+import { COLOURS, isDark } from "../theme.js";
 
 /**
  * @import { Line } from "./items.js"
@@ -34,8 +34,7 @@ const LANE = { begin: 0.08, end: 0.66 };
 export function paletteOf(/** @type {HTMLElement} */ element) {
   const style = getComputedStyle(element);
   const read = (/** @type {string} */ name) => style.getPropertyValue(`--${name}`).trim();
-  const names = "page panel text faint line river bank path branch negative edit".split(" ");
-  return /** @type {Palette} */ (Object.fromEntries(names.map((name) => [name, read(name)])));
+  return /** @type {Palette} */ (Object.fromEntries(COLOURS.map((name) => [name, read(name)])));
 }
 
 /** Whether rows are high enough for a lane beside the river. @param {number} rowSize */

@@ -59,12 +59,10 @@ export default class WorkedExamples extends View {
     const examples = this.#examples();
     this.#choice.append(
       ...examples.map(({ name, title }) =>
-        el(
-          "button",
-          { type: "button", dataset: { name }, onclick: () => this.context.navigate({ example: name, stage: "" }) },
-          ARTICLES[name]?.title ?? title,
-          " ",
-          el("span", { class: "num-wrong" }),
+        actionButton(
+          [ARTICLES[name]?.title ?? title, " ", el("span", { class: "num-wrong" })],
+          () => this.context.navigate({ example: name, stage: "" }),
+          { dataset: { name } },
         ),
       ),
     );
