@@ -23,7 +23,7 @@ from model.tracing.selection import Detail, Selection, StageTrace
 from model.tracing.stages import Stage
 from model.worked_examples import WorkedExample, compare
 from service.answers.call import route_call
-from service.answers.forward_plan import ForwardPlan, ForwardPlanner
+from service.answers.forward_plan import ForwardPlan, make_planner
 from service.answers.passes import SAFETENSORS_MEDIA_TYPE, PassAnswer, PreparedAnswer, wants_safetensors
 from service.answers.prompt_passes import PromptInputs, answer_prompts
 from service.answers.prompts import as_list
@@ -49,8 +49,8 @@ async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Re
     subject = find_subject(state, body.model, body.adapter)
     prompts, is_list = as_list(body.prompt)
     inputs = PromptInputs(call, subject, body, prompts, is_list, as_safetensors, body.scales, len(body.stages))
-    planner = ForwardPlanner(body, subject, len(prompts), is_list, as_safetensors)
-    return await answer_prompts(inputs, planner.plan, prepare_answer)
+    plan = make_planner(body, subject, len(prompts), is_list, as_safetensors)
+    return await answer_prompts(inputs, plan, prepare_answer)
 
 
 def prepare_answer(plan: ForwardPlan) -> PreparedAnswer:
