@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from fastapi import Request, Response
+from fastapi import Depends, Request, Response
 
 from model.checkpoints.load import Checkpoint
 from service.http.bodies import is_strict
@@ -138,18 +138,22 @@ class ModelCall(RouteCall):
     adapter: str | None
 
 
-def route_call(request: Request, state: State) -> RouteCall:
+async def route_call(request: Request) -> RouteCall:
     """A request that has just arrived."""
+    state: State = request.app.state.forwardscope
     return RouteCall(request, state, copy(state.vectors))
 
 
-def model_call(body: ModelRequest, request: Request, state: State) -> ModelCall:
+CallDep = Annotated[RouteCall, Depends(route_call)]
+
+
+def model_call(body: ModelRequest, call: RouteCall) -> ModelCall:
     """A request to the model that its body names.
 
     Raises 503 if no checkpoint is served, 404 for another model or adapter, and 400 if the body names two adapters or
     has a field that is not implemented.
     """
-    call, checkpoint = route_call(request, state), served_checkpoint(state)
+    checkpoint = served_checkpoint(call.state)
     named = body.adapter if isinstance(body, AdaptedRequest) else None
     adapter = find_adapter(checkpoint, body.model, named)
     if isinstance(body, Nullable):

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from forwardscope.local_results import TextOf
 from forwardscope.results.generations import Logprob, Usage
@@ -15,7 +15,7 @@ from forwardscope.results.scores import ContinuationScore, Scores
 from model.errors import InvalidField
 from model.text.scored_continuations import MAX_TOKENIZED_BYTES, encode_continuations
 from model.text.transcript import TokenOutput
-from service.answers.call import ModelCall, model_call
+from service.answers.call import CallDep, ModelCall, model_call
 from service.answers.generation import ChoiceOutput, Generation, start_generation
 from service.answers.generation_plan import Inputs, Options
 from service.answers.openai_answers import finish_reason
@@ -25,14 +25,13 @@ from service.http.disconnects import unless_disconnected
 from service.http.errors import invalid, invalid_field
 from service.http.generate_schemas import GenerationRequest
 from service.http.score_schemas import ScoreRequest
-from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["text"])
 
 
 @router.post("/score", summary="Log-probabilities of continuations", response_model=Scores)
-async def score(body: ScoreRequest, request: Request, state: StateDep) -> Response:
-    call = model_call(body, request, state)
+async def score(body: ScoreRequest, route: CallDep) -> Response:
+    call = model_call(body, route)
     ids, continuations = await read_texts(body, call)
     options = Options(
         id_prefix="score",
