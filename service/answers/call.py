@@ -11,10 +11,11 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Request, Response
 
 from model.checkpoints.load import Checkpoint
+from model.errors import InvalidField
 from service.http.bodies import is_strict
 from service.http.buffers import Reservation
 from service.http.disconnects import unless_disconnected
-from service.http.errors import ApiError, timed_out
+from service.http.errors import ApiError, invalid_field, timed_out
 from service.http.openai_schemas import Nullable, check_implemented
 from service.http.schemas import AdaptedRequest, ModelRequest
 from service.request_notes import RequestNotes, notes_of
@@ -74,7 +75,8 @@ class RouteCall:
         num_before = len(paths)
         try:
             yield
-        except ApiError as error:
+        except (ApiError, InvalidField) as refused:
+            error = invalid_field(refused) if isinstance(refused, InvalidField) else refused
             if error.param is None:
                 raise
             param = rename(error.param)

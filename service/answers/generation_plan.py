@@ -273,31 +273,28 @@ def read_params(inputs: Inputs) -> GenerationParams:
     named_ids = set() if checkpoint.tokenizer is None else set(checkpoint.tokenizer.special_ids(stop))
     named_ids = {token_id for token_id in named_ids if token_id < config.vocab_size}  # a tokenizer may have more
     stop_token_ids = frozenset(body.stop_token_ids) | frozenset(eos_token_ids) | named_ids
-    try:
-        return GenerationParams(
-            n=options.n,
-            max_tokens=0,
-            sampling=SamplingParams(
-                **sampling,
-                presence_penalty=body.presence_penalty,
-                frequency_penalty=body.frequency_penalty,
-                logit_bias=read_bias(body.logit_bias, config.vocab_size),
-                seed=find_seed(inputs),
-                rules=read_rules(body, checkpoint, stop_token_ids),
-            ),
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            min_tokens=body.min_tokens,
-            includes_stop=body.include_stop_str_in_output,
-            shows_special=not body.skip_special_tokens,
-            logprobs=options.logprobs,
-            prompt_logprobs=options.prompt_logprobs,
-            prompt_logprobs_start=options.num_shared,
-            echo=options.echo,
-            constraint=inputs.constraint,
-        )
-    except InvalidField as error:
-        raise invalid_field(error) from None
+    return GenerationParams(
+        n=options.n,
+        max_tokens=0,
+        sampling=SamplingParams(
+            **sampling,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=read_bias(body.logit_bias, config.vocab_size),
+            seed=find_seed(inputs),
+            rules=read_rules(body, checkpoint, stop_token_ids),
+        ),
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        min_tokens=body.min_tokens,
+        includes_stop=body.include_stop_str_in_output,
+        shows_special=not body.skip_special_tokens,
+        logprobs=options.logprobs,
+        prompt_logprobs=options.prompt_logprobs,
+        prompt_logprobs_start=options.num_shared,
+        echo=options.echo,
+        constraint=inputs.constraint,
+    )
 
 
 def read_rules(body: GenerationRequest, checkpoint: Checkpoint, stop_token_ids: frozenset[int]) -> TokenRules:

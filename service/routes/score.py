@@ -12,7 +12,6 @@ from forwardscope.results.generations import Logprob, Usage
 from forwardscope.results.passes import PassTimings
 from forwardscope.results.records import Columns
 from forwardscope.results.scores import ContinuationScore, Scores
-from model.errors import InvalidField
 from model.text.scored_continuations import MAX_TOKENIZED_BYTES, encode_continuations
 from model.text.transcript import TokenOutput
 from service.answers.call import CallDep, ModelCall, model_call
@@ -22,7 +21,7 @@ from service.answers.openai_answers import finish_reason
 from service.answers.prompts import check_ids, prompt_ids, refusing_overflow
 from service.http.bodies import JsonRoute
 from service.http.disconnects import unless_disconnected
-from service.http.errors import invalid, invalid_field
+from service.http.errors import invalid
 from service.http.generate_schemas import GenerationRequest
 from service.http.score_schemas import ScoreRequest
 
@@ -69,11 +68,8 @@ async def read_continuations(prompt: str, ids: list[int], texts: Sequence[str], 
     assert tokenizer is not None, "the prompt was tokenized"
     encode = partial(encode_continuations, tokenizer, prompt, ids, texts, max_tokens)
     num_bytes = min(len(prompt.encode()) * len(texts), MAX_TOKENIZED_BYTES)
-    try:
-        with refusing_overflow(call.checkpoint, "continuations"):
-            return await unless_disconnected(call.request, call.state.worker.run_text(encode, num_bytes))
-    except InvalidField as error:
-        raise invalid_field(error) from None
+    with refusing_overflow(call.checkpoint, "continuations"):
+        return await unless_disconnected(call.request, call.state.worker.run_text(encode, num_bytes))
 
 
 def describe(generation: Generation, num_shared: int, choices: list[ChoiceOutput]) -> Scores:

@@ -15,7 +15,7 @@ from forwardscope.local_weights import describe_weight, read_weight
 from forwardscope.results.records import Named
 from forwardscope.results.weights import Weight, WeightList
 from model.checkpoints.load import DTYPES
-from model.errors import InvalidField, shortened
+from model.errors import shortened
 from model.network.weight_hints import weight_hint
 from model.network.weight_indices import read_part
 from model.network.weight_views import Part, WeightView, WeightViews, tensor_views
@@ -24,7 +24,7 @@ from service.answers.call import CallDep
 from service.answers.passes import SAFETENSORS_MEDIA_TYPE, wants_safetensors
 from service.answers.subject import Subject, find_subject
 from service.http.encoding import Encoding, encoded, json_in_pieces, safetensors_bytes, to_json
-from service.http.errors import ApiError, invalid_field
+from service.http.errors import ApiError
 from service.http.openapi import BINARY, also, error_answers
 from service.http.queries import query_parameters, read_query
 from service.http.weight_schemas import INDEXED, WeightQuery, WeightsQuery
@@ -100,11 +100,7 @@ def unknown_weight(views: Mapping[str, WeightView], name: str) -> ApiError:
 
 def find_part(view: WeightView, query: WeightQuery) -> Part:
     """The indices of each dim that a query chooses. Raises 400 for those that the weight does not have."""
-    texts = {dim: text for dim in INDEXED if (text := getattr(query, dim)) is not None}
-    try:
-        return read_part(view, texts)
-    except InvalidField as error:
-        raise invalid_field(error) from None
+    return read_part(view, {dim: text for dim in INDEXED if (text := getattr(query, dim)) is not None})
 
 
 def make_budget(view: WeightView, part: Part, query: WeightQuery, encoding: Encoding) -> Budget:
@@ -121,17 +117,14 @@ def make_budget(view: WeightView, part: Part, query: WeightQuery, encoding: Enco
 
 def encode_weight(view: WeightView, part: Part, query: WeightQuery, encoding: Encoding, subject: Subject) -> memoryview:
     """Read a part of a weight, and encode the answer. Raises 400 for numbers that the query's dtype cannot hold."""
-    try:
-        found = read_weight(
-            view,
-            part,
-            model=subject.name,
-            adapter=subject.adapter,
-            detail=query.detail,
-            dtype=None if query.dtype is None else DTYPES[query.dtype],
-        )
-    except InvalidField as error:
-        raise invalid_field(error) from None
+    found = read_weight(
+        view,
+        part,
+        model=subject.name,
+        adapter=subject.adapter,
+        detail=query.detail,
+        dtype=None if query.dtype is None else DTYPES[query.dtype],
+    )
     values, answer = found.values, replace(found, values=None)
     if encoding == "safetensors":
         return safetensors_bytes({} if values is None else {view.name: values}, answer)
