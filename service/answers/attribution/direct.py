@@ -48,7 +48,7 @@ async def answer_direct(body: DirectRequest, question: Question) -> Response:
         model = question.checkpoint.model
         found = direct_attribution(model, question.ids, target, question.served_adapter, bound)
         seconds = time.perf_counter() - began
-        head = question.head(model.embed.weight.dtype, waited, seconds, edits[0])
+        head = question.head(body.method, model.embed.weight.dtype, waited, seconds, edits)
         return PassAnswer(results.DirectAttribution(**head, **direct_fields(question, target, found)), {})
 
     answers = [PendingAnswer.alone(len(question.ids), run)]

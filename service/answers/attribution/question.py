@@ -64,14 +64,15 @@ class Question(ModelCall):
     def token_answer(self, token_id: int) -> Token:
         return Token(token_id, self.checkpoint.text_of(token_id))
 
-    def head(self, dtype: torch.dtype, waited: float, seconds: float, edits: EditPlan | None) -> dict[str, Any]:
+    def head(self, method: str, dtype: torch.dtype, waited: float, seconds: float, edits: Plans) -> dict[str, Any]:
         """The fields that the answers of all methods have."""
         return {
+            "method": method,
             "model": self.adapter or self.checkpoint.name,
             "tokens": token_answers(self.ids, self.checkpoint),
             "dtype": NAMES[dtype],
             "timings": AttributionTimings(waited, seconds),
-            "edits": describe_edits(edits),
+            "edits": describe_edits(edits[0]),
         }
 
     def response_bytes(
