@@ -67,7 +67,7 @@ async def weight(name: str, call: CallDep) -> Response:
     if name not in found:
         raise await executors.run("weights", lambda: unknown_weight(found, name))  # among thousands of names
     view = found[name]
-    part = find_part(view, query)
+    part = read_part(view, {dim: text for dim in INDEXED if (text := getattr(query, dim)) is not None})
     encoding: Encoding = query.encoding or ("safetensors" if wants_safetensors(call.request) else "json")
     budget = make_budget(view, part, query, encoding)
     budget.check(state)
@@ -96,11 +96,6 @@ def unknown_weight(views: Mapping[str, WeightView], name: str) -> ApiError:
     hint = weight_hint(name, views) or "GET /weights lists all names"
     message = f"name: there is no weight {shortened(name)}; {hint}"
     return ApiError(404, message, param="name", code="weight_not_found")
-
-
-def find_part(view: WeightView, query: WeightQuery) -> Part:
-    """The indices of each dim that a query chooses. Raises 400 for those that the weight does not have."""
-    return read_part(view, {dim: text for dim in INDEXED if (text := getattr(query, dim)) is not None})
 
 
 def make_budget(view: WeightView, part: Part, query: WeightQuery, encoding: Encoding) -> Budget:
