@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 from forwardscope.reading import Result, read
-from forwardscope.results.attributions import AnyAttribution, Attribution, SweepCell, SweepCells
+from forwardscope.results.attributions import AnyAttribution, Attribution, SweepCell, SweepCells, method_of
 from forwardscope.results.chats import ChatAnswer, ChatEvent
 from forwardscope.results.generations import FinishEvent, Generation, StreamEvent, TokenEvent, Usage
 from forwardscope.results.passes import AppliedEdit, LogitRows, Logits, Trace
@@ -15,7 +15,7 @@ from forwardscope.tensor_files import NumpyArray
 Json = dict[str, Any]
 Other = TypeVar("Other")
 BASELINE = "baseline/"  # the beginning of the names of the arrays of the pass without edits
-METHODS = {kind.method: kind for kind in AnyAttribution.__args__}
+METHODS = {method_of(kind): kind for kind in AnyAttribution.__args__}
 
 
 @overload

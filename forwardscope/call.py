@@ -71,19 +71,13 @@ def plain(value: Any) -> Any:
     raise TypeError
 
 
-def is_json(value: Any) -> bool:
-    try:
-        to_json(value)
-    except (ValueError, TypeError):
-        return False
-    return True
-
-
 def not_json(value: Any, name: str = "") -> tuple[str, Any]:
     """The innermost part of a value that JSON does not have, with its name, such as `edits.0.scale`."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, each in items:
-        if not is_json(each):
+        try:
+            to_json(each)
+        except (ValueError, TypeError):
             return not_json(each, f"{name}.{key}" if name else str(key))
     return name, value
 

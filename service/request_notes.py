@@ -29,7 +29,7 @@ class RequestNotes:
     reservation: "Reservation | None" = None
     """The memory that the request holds until its response is sent (gate.py)."""
     ignored_fields: list[str] = field(default_factory=list)
-    """The paths of the fields that were left out (ignored_fields.py)."""
+    """The paths of the fields that were left out (bodies.py, answers/call.py)."""
     num_tokens: tuple[int, int] | None = None
     """The tokens of the prompt and the generated ones (answers/call.py)."""
     is_edited: bool = False

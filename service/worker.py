@@ -169,10 +169,8 @@ class Worker:
     @property
     def _num_network_started(self) -> int:
         """The number of generations and passes that have started. `GET /metrics` reads it on another thread."""
-        streams, jobs = tuple(self._streams.items()), tuple(self._jobs_in_flight)
-        return sum(stream.progress[id].started is not None for id, stream in streams) + sum(
-            job.running() for job in jobs
-        )
+        num_streams = sum(stream.progress[id].started is not None for id, stream in tuple(self._streams.items()))
+        return num_streams + sum(job.running() for job in tuple(self._jobs_in_flight))
 
     def check_room(self, num_tokens: int, num_requests: int = 1, *, in_series: bool = False) -> None:
         """Raise 429 if requests with `num_tokens` prompt tokens together may not wait, or 503 on shutdown.

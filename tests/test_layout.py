@@ -44,7 +44,6 @@ SERVICE_LEVELS = (
     ("service.http",),
     ("service.otel",),
     ("service.metrics", "service.token_rates", "service.memory", "service.drafts"),
-    ("service.ignored_fields",),
     ("service.request_notes",),
     ("service.spans",),
     ("service.settings",),

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from forwardscope.errors import InvalidArgument
 from forwardscope.results.passes import AppliedEdits
@@ -84,7 +84,7 @@ class DirectAttribution(Attribution[Any], eq=False, kw_only=True):
     """The shares add up to `total`, and `logit` is `total` + `remainder`."""
 
     stages = ()
-    method: Literal["direct"] = "direct"
+    method: Literal["direct"]
     target: Target
     logit: Annotated[float | None, Doc("what is explained; if the network caps its logits, before the cap")]
     capped_logit: Annotated[float | None, Doc("the same after the cap; null if there is no cap")]
@@ -99,7 +99,7 @@ class DirectAttribution(Attribution[Any], eq=False, kw_only=True):
 class Gradients(Attribution[Array], eq=False, kw_only=True):
     """The stages have the shapes of the stages of a pass, and gradients as values."""
 
-    method: Literal["gradient"] = "gradient"
+    method: Literal["gradient"]
     target: Target
     value: float | None
     stages: tuple[Stage[Array], ...]
@@ -109,7 +109,7 @@ class IntegratedGradients(Attribution[Any], eq=False, kw_only=True):
     """`attributions` has a number for each token. Their sum is `value - baseline_value + error`."""
 
     stages = ()
-    method: Literal["integrated_gradients"] = "integrated_gradients"
+    method: Literal["integrated_gradients"]
     target: Target
     attributions: tuple[float | None, ...]
     value: float | None
@@ -121,7 +121,7 @@ class IntegratedGradients(Attribution[Any], eq=False, kw_only=True):
 class AttributionPatching(Attribution[Array], eq=False, kw_only=True):
     """`stages` has about how much each patch would change the target from `corrupted_value` on."""
 
-    method: Literal["attribution_patching"] = "attribution_patching"
+    method: Literal["attribution_patching"]
     target: Target
     corrupted_tokens: Sequence[PositionedToken]
     clean_value: float | None
@@ -132,7 +132,7 @@ class AttributionPatching(Attribution[Array], eq=False, kw_only=True):
 class Patching(Attribution[Array], eq=False, kw_only=True):
     """`stages` has the value of the target after each patch."""
 
-    method: Literal["patching"] = "patching"
+    method: Literal["patching"]
     target: Target
     corrupted_tokens: Sequence[PositionedToken]
     positions: tuple[int, ...]
@@ -161,10 +161,15 @@ class LensStage(Fields):
 
 class LogitLens(Attribution[Any], eq=False, kw_only=True):
     stages = ()
-    method: Literal["logit_lens"] = "logit_lens"
+    method: Literal["logit_lens"]
     token: Token | None
     final: Annotated[tuple[Token, ...], Doc("the most likely token of each position after the last layer")]
     layers: tuple[LensStage, ...]
+
+
+def method_of(kind: type[Attribution[Any]]) -> str:
+    """The method whose answers have this class."""
+    return str(get_args(kind.__annotations__["method"])[0])
 
 
 AnyAttribution = DirectAttribution | Gradients | IntegratedGradients | AttributionPatching | Patching | LogitLens

@@ -6,15 +6,16 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from fastapi import Request, Response
+from fastapi import Depends, Request, Response
 
 from model.checkpoints.load import Checkpoint
+from model.errors import InvalidField
 from service.http.bodies import is_strict
 from service.http.buffers import Reservation
 from service.http.disconnects import unless_disconnected
-from service.http.errors import ApiError, timed_out
+from service.http.errors import ApiError, invalid_field, timed_out
 from service.http.openai_schemas import Nullable, check_implemented
 from service.http.schemas import AdaptedRequest, ModelRequest
 from service.request_notes import RequestNotes, notes_of
@@ -74,7 +75,8 @@ class RouteCall:
         num_before = len(paths)
         try:
             yield
-        except ApiError as error:
+        except (ApiError, InvalidField) as refused:
+            error = invalid_field(refused) if isinstance(refused, InvalidField) else refused
             if error.param is None:
                 raise
             param = rename(error.param)
@@ -138,18 +140,22 @@ class ModelCall(RouteCall):
     adapter: str | None
 
 
-def route_call(request: Request, state: State) -> RouteCall:
+async def route_call(request: Request) -> RouteCall:
     """A request that has just arrived."""
+    state: State = request.app.state.forwardscope
     return RouteCall(request, state, copy(state.vectors))
 
 
-def model_call(body: ModelRequest, request: Request, state: State) -> ModelCall:
+CallDep = Annotated[RouteCall, Depends(route_call)]
+
+
+def model_call(body: ModelRequest, call: RouteCall) -> ModelCall:
     """A request to the model that its body names.
 
     Raises 503 if no checkpoint is served, 404 for another model or adapter, and 400 if the body names two adapters or
     has a field that is not implemented.
     """
-    call, checkpoint = route_call(request, state), served_checkpoint(state)
+    checkpoint = served_checkpoint(call.state)
     named = body.adapter if isinstance(body, AdaptedRequest) else None
     adapter = find_adapter(checkpoint, body.model, named)
     if isinstance(body, Nullable):

@@ -60,8 +60,6 @@ async def compile_constraint(call: RouteCall, compile_one: Compile) -> Constrain
             except NeedsMoreTime:
                 run = worker.executors.run("slow-grammars", lambda: compile_one(slow))
                 constraint = await unless_disconnected(call.request, run)
-    except InvalidField as error:
-        raise invalid_field(error) from None
     except NoAnswer:
         raise unread_grammar() from None
     for place, reason in constraint.not_enforced.items():

@@ -16,7 +16,7 @@ from service.answers.offered_tools import OfferedTools
 from service.answers.prompts import tokenize
 from service.answers.tools_as_text import in_system_message, without_tools
 from service.http.bodies import check_values, max_values
-from service.http.errors import invalid, invalid_field
+from service.http.errors import invalid
 from service.http.openai_schemas import ChatRequest, JsonObject, Message, check_implemented
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
@@ -92,10 +92,7 @@ async def conversation_ids(
                 raise
             return encode_messages()
 
-    try:
-        return await tokenize(call, encode, call.reservation.num_bytes, "messages")
-    except InvalidField as error:
-        raise invalid_field(error) from None
+    return await tokenize(call, encode, call.reservation.num_bytes, "messages")
 
 
 def read_message(message: Message, index: int, ignored: list[str]) -> dict[str, Any]:

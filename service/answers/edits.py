@@ -7,6 +7,7 @@ the network and one prompt. Then `bind_edits` makes the `BoundEdits` that a pass
 import base64
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -62,6 +63,7 @@ async def read_edits(edits: Sequence[schemas.Edit], runs: Sequence[Run], call: M
     return planner
 
 
+@dataclass
 class EditPlanner:
     """Plans the edits of one request for each of its prompts.
 
@@ -69,32 +71,28 @@ class EditPlanner:
     given by name, by their field.
     """
 
-    def __init__(
-        self,
-        bodies: Sequence[schemas.Edit],
-        sources: Mapping[int, list[list[int]]],
-        named: Mapping[str, Operand],
-        checkpoint: Checkpoint,
-    ) -> None:
-        self._bodies = bodies
-        self._sources = sources
-        self._named = named
-        self._checkpoint = checkpoint
-        self._plans: dict[tuple[float | None, ...], EditPlan] = {}
-        self._num_stages = 0  # that these plans change
-        # A plan depends on the length of the prompt alone, unless an edit takes the mean over the prompt itself.
-        self._depends_on_ids = any(body.op == "mean" and body.source is None for body in bodies)
+    bodies: Sequence[schemas.Edit]
+    sources: Mapping[int, list[list[int]]]
+    named: Mapping[str, Operand]
+    checkpoint: Checkpoint
+    _plans: dict[tuple[float | None, ...], EditPlan] = field(default_factory=dict, init=False)
+    _num_stages: int = field(default=0, init=False)  # that these plans change
+
+    @cached_property
+    def _depends_on_ids(self) -> bool:
+        """Whether a plan depends on more than the length of the prompt: an edit takes the mean over the prompt."""
+        return any(body.op == "mean" and body.source is None for body in self.bodies)
 
     @property
     def num_checks(self) -> int:
         """An estimate of the time that one plan takes (see `RouteCall.run_here_or_on_thread`)."""
-        return len(self._bodies) + self.num_operand_bytes // BYTES_PER_CHECK
+        return len(self.bodies) + self.num_operand_bytes // BYTES_PER_CHECK
 
     @property
     def num_operand_bytes(self) -> int:
         """The bytes of the vectors in one plan, in float32 and float64."""
-        given = [operands_of(body, f"edits.{index}") for index, body in enumerate(self._bodies)]
-        return PLANNED_BYTES * sum(num_values(self._named.get(name, each[name])) for each in given for name in each)
+        given = [operands_of(body, f"edits.{index}") for index, body in enumerate(self.bodies)]
+        return PLANNED_BYTES * sum(num_values(self.named.get(name, each[name])) for each in given for name in each)
 
     def key(self, ids: Sequence[int], max_length: int, scale: float | None) -> tuple[float | None, ...]:
         """Build the key of a plan: equal keys mean equal plans."""
@@ -110,7 +108,7 @@ class EditPlanner:
         """
         key = self.key(ids, max_length, scale)
         if key not in self._plans:
-            checkpoint = self._checkpoint
+            checkpoint = self.checkpoint
             try:
                 edits: Sequence[Edit] = self._edits
                 if scale is not None:
@@ -131,13 +129,13 @@ class EditPlanner:
 
     @cached_property
     def _edits(self) -> list[Edit]:
-        return [self._edit(index, body) for index, body in enumerate(self._bodies)]
+        return [self._edit(index, body) for index, body in enumerate(self.bodies)]
 
     def _edit(self, index: int, body: schemas.Edit) -> Edit:
         field, when = f"edits.{index}", body.when
         own = body.model_dump(exclude={"positions", "keys", "source", "vector", "subspace", "when"})
         vectors = {
-            name.removeprefix(f"{field}."): self._named[name] if isinstance(vector, str) else read_vector(vector, name)
+            name.removeprefix(f"{field}."): self.named[name] if isinstance(vector, str) else read_vector(vector, name)
             for name, vector in operands_of(body, field).items()
         }
         own |= {name: vectors[name] for name in ("vector", "subspace") if name in vectors}
@@ -149,8 +147,8 @@ class EditPlanner:
             source=None
             if source is None
             else EditSource(
-                ids=self._sources[index][0],
-                more=self._sources[index][1:],
+                ids=self.sources[index][0],
+                more=self.sources[index][1:],
                 positions=None if source.positions is None else _positions(source.positions),
             ),
             when=None

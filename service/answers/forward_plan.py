@@ -3,18 +3,17 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, partial
 
 import torch
 
 from model.checkpoints.load import DTYPES
 from model.network.joint_passes import cost_of
 from model.tracing.selection import Selection
-from model.tracing.stages import Stage
 from model.worked_examples import WorkedExample
 from service.answers.budget import Budget, ResponseContents, pass_bytes
 from service.answers.edits import answer_bytes, check_baseline
-from service.answers.prompt_passes import PromptPlan
+from service.answers.prompt_passes import MakePlan, PromptPlan
 from service.answers.prompts import check_ids, check_selected_heads, find_positions, param_of
 from service.answers.stage_answers import select_stages
 from service.answers.subject import Subject
@@ -84,44 +83,38 @@ class ForwardPlan(PromptPlan):
         return Budget(contents.num_bytes, largest_tensors, "stages, positions, heads, detail, top_k or the prompt")
 
 
-class ForwardPlanner:
-    """Checks a request against the network that it will run on. Raises 400 for a wrong field."""
+def make_planner(
+    body: ForwardRequest, subject: Subject, num_prompts: int, is_list: bool, as_safetensors: bool
+) -> MakePlan[ForwardPlan]:
+    """The function that plans the prompts of a request on the network of `subject`. Raises 400 for a wrong field."""
+    if as_safetensors and body.encoding == "base64":
+        raise invalid("encoding", "base64 is for JSON answers; leave the field out to get safetensors")
+    if body.baseline:
+        check_baseline(body.edits)
+    all_targets = split_targets(body, num_prompts, is_list)
+    find_stages = cache(partial(select_stages, subject.stages, body.stages, "stages"))  # many globs take long
 
-    def __init__(
-        self, body: ForwardRequest, subject: Subject, num_prompts: int, is_list: bool, as_safetensors: bool
-    ) -> None:
-        if as_safetensors and body.encoding == "base64":
-            raise invalid("encoding", "base64 is for JSON answers; leave the field out to get safetensors")
-        if body.baseline:
-            check_baseline(body.edits)
-        self._targets = split_targets(body, num_prompts, is_list)
-        self._body, self._subject, self._is_list, self._as_safetensors = body, subject, is_list, as_safetensors
-
-    @cached_property
-    def _stages(self) -> list[Stage]:
-        """The selected stages, found by the first plan, because many globs take long."""
-        return select_stages(self._subject.stages, self._body.stages, "stages")
-
-    def plan(self, index: int, prompt: PromptPlan) -> ForwardPlan:
-        body, subject, num_tokens = self._body, self._subject, len(prompt.ids)
+    def plan(index: int, prompt: PromptPlan) -> ForwardPlan:
+        num_tokens = len(prompt.ids)
         sizes = subject.sizes(num_tokens)
-        param = param_of("targets", index, self._is_list)
-        targets = find_targets(self._targets[index], subject, prompt.ids, param)
+        targets = find_targets(all_targets[index], subject, prompt.ids, param_of("targets", index, is_list))
         positions = None if body.positions is None else find_positions(body.positions, num_tokens, "positions")
-        check_selected_heads(body.heads, sizes["head"], self._stages)
+        check_selected_heads(body.heads, sizes["head"], find_stages())
         if body.top_k is not None and body.top_k > sizes["d_vocab"]:
             raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {sizes['d_vocab']} tokens")
-        detail = "values" if self._as_safetensors and "detail" not in body.model_fields_set else body.detail
+        detail = "values" if as_safetensors and "detail" not in body.model_fields_set else body.detail
         return ForwardPlan(
             **vars(prompt),
             targets=targets,
-            selection=Selection(stages=self._stages, detail=detail, positions=positions, heads=body.heads),
+            selection=Selection(stages=find_stages(), detail=detail, positions=positions, heads=body.heads),
             sizes=sizes,
             top_k=min(DEFAULT_TOP_K, sizes["d_vocab"]) if body.top_k is None else body.top_k,
             dtype=None if body.dtype is None else DTYPES[body.dtype],
-            encoding="safetensors" if self._as_safetensors else body.encoding,
+            encoding="safetensors" if as_safetensors else body.encoding,
             has_baseline=body.baseline,
         )
+
+    return plan
 
 
 def split_targets(body: ForwardRequest, num_prompts: int, is_list: bool) -> list[list[int | None] | None]:

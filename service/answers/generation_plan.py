@@ -29,7 +29,7 @@ from service.answers.prompts import check_ids, param_of
 from service.answers.step_trace_answers import plan_trace, traced_stages
 from service.http.errors import invalid, invalid_field
 from service.http.generate_schemas import GenerationRequest
-from service.state import State, get_engine
+from service.state import get_engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +124,7 @@ def num_preparations(body: GenerationRequest, num_prompts: int, edit_planner: Ed
 def make_plan(inputs: Inputs, edit_planner: EditPlanner | None) -> GenerationPlan:
     """Check a request against the checkpoint and the settings. Raises 400 for a wrong field."""
     options = inputs.options
-    check_num_sequences(
-        options, inputs.call.state, len(inputs.prompts), "prompts" if inputs.scales is None else "scales"
-    )
+    check_num_sequences(inputs)
     prompts = PromptPlanner(inputs, edit_planner)
     plans = [prompts.plan(index, ids) for index, ids in enumerate(inputs.prompts)]
     budgets = [each.budget for each in plans]
@@ -228,19 +226,20 @@ class PromptPlanner:
         return make_budget(request, encoding, self._call.checkpoint, max_step_tokens)
 
 
-def check_num_sequences(options: Options, state: State, num_prompts: int, kind: str) -> None:
-    """Raise 400 for more choices than the server takes. `kind` is what there are several of."""
-    settings = state.settings
+def check_num_sequences(inputs: Inputs) -> None:
+    """Raise 400 for more choices than the server takes."""
+    options, settings = inputs.options, inputs.call.state.settings
     if options.n > settings.max_num_seqs:
-        name = options.field_names.get("n", "n")
-        limit = settings.max_num_seqs
+        name, limit = options.field_names.get("n", "n"), settings.max_num_seqs
         raise invalid(name, f"{options.n} is more than the {limit} sequences that can run at a time")
-    num_runs = num_prompts + (1 if options.baseline else 0)
+    num_runs = len(inputs.prompts) + (1 if options.baseline else 0)
     num_sequences, limit = num_runs * options.n, settings.max_num_seqs + settings.max_waiting_requests
     if num_sequences > limit:
+        kind, name = "scales", "scales"
+        if inputs.scales is None:
+            kind, name = "prompts", options.field_names.get("prompt", "prompt")
         choices = f" with {options.n} choices each" if options.n > 1 else ""
         reason = f"{num_runs} {kind}{choices} are more than the {limit} sequences"
-        name = "scales" if kind == "scales" else options.field_names.get("prompt", "prompt")
         raise invalid(name, f"{reason} that one request may have; send several requests")
 
 
@@ -274,31 +273,28 @@ def read_params(inputs: Inputs) -> GenerationParams:
     named_ids = set() if checkpoint.tokenizer is None else set(checkpoint.tokenizer.special_ids(stop))
     named_ids = {token_id for token_id in named_ids if token_id < config.vocab_size}  # a tokenizer may have more
     stop_token_ids = frozenset(body.stop_token_ids) | frozenset(eos_token_ids) | named_ids
-    try:
-        return GenerationParams(
-            n=options.n,
-            max_tokens=0,
-            sampling=SamplingParams(
-                **sampling,
-                presence_penalty=body.presence_penalty,
-                frequency_penalty=body.frequency_penalty,
-                logit_bias=read_bias(body.logit_bias, config.vocab_size),
-                seed=find_seed(inputs),
-                rules=read_rules(body, checkpoint, stop_token_ids),
-            ),
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            min_tokens=body.min_tokens,
-            includes_stop=body.include_stop_str_in_output,
-            shows_special=not body.skip_special_tokens,
-            logprobs=options.logprobs,
-            prompt_logprobs=options.prompt_logprobs,
-            prompt_logprobs_start=options.num_shared,
-            echo=options.echo,
-            constraint=inputs.constraint,
-        )
-    except InvalidField as error:
-        raise invalid_field(error) from None
+    return GenerationParams(
+        n=options.n,
+        max_tokens=0,
+        sampling=SamplingParams(
+            **sampling,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=read_bias(body.logit_bias, config.vocab_size),
+            seed=find_seed(inputs),
+            rules=read_rules(body, checkpoint, stop_token_ids),
+        ),
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        min_tokens=body.min_tokens,
+        includes_stop=body.include_stop_str_in_output,
+        shows_special=not body.skip_special_tokens,
+        logprobs=options.logprobs,
+        prompt_logprobs=options.prompt_logprobs,
+        prompt_logprobs_start=options.num_shared,
+        echo=options.echo,
+        constraint=inputs.constraint,
+    )
 
 
 def read_rules(body: GenerationRequest, checkpoint: Checkpoint, stop_token_ids: frozenset[int]) -> TokenRules:

@@ -1,6 +1,6 @@
 """The JSON bodies of the routes of Anthropic's API: the fields of its Messages, and our own.
 
-Fields that do not change the answer are accepted (`Ignored`). Other unknown fields are left out (ignored_fields.py).
+Fields that do not change the answer are accepted (`Ignored`). Other unknown fields are left out (field_names.py).
 """
 
 from typing import Annotated, Any, Literal

@@ -197,15 +197,20 @@ class ErrorResponse(Response):
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer our own exceptions that mean an error of the request, and those of Starlette's router, such as 404."""
+    """Answer exceptions that mean an error of the request: our own, those of `model/`, and Starlette's, such as 404."""
 
     @app.exception_handler(ApiError)
     @app.exception_handler(ClientGone)
+    @app.exception_handler(InvalidField)
     @app.exception_handler(LostRank)
     @app.exception_handler(UnreadableText)
-    async def _own(request: Request, error: ApiError | ClientGone | LostRank | UnreadableText) -> Response:
+    async def _own(
+        request: Request, error: ApiError | ClientGone | InvalidField | LostRank | UnreadableText
+    ) -> Response:
         if isinstance(error, ClientGone):
             return Response(status_code=499)  # nobody reads this response, but the metrics count its status
+        if isinstance(error, InvalidField):
+            return ErrorResponse(invalid_field(error))
         if isinstance(error, LostRank):
             return ErrorResponse(lost_rank())
         if isinstance(error, UnreadableText):

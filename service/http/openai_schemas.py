@@ -2,7 +2,7 @@
 
 Null means the default, as in OpenAI's API. Fields that do not change the answer are accepted (`Ignored`). A field that
 would change the answer, but is not implemented, is accepted only with its neutral values (`not_implemented`). All other
-fields are unknown, and left out (ignored_fields.py).
+fields are unknown, and left out (field_names.py).
 """
 
 from collections.abc import Mapping

@@ -1,23 +1,22 @@
 """Follow each request to the end of its response, and report its outcome: in the log, the metrics and its span.
 
 Nothing here contains texts of a request: a path that is not a route is reported as `unmatched`, and query strings and
-bodies are not reported, except for the names of fields that were left out. The names in spans are those of
-OpenTelemetry's semantic conventions for HTTP servers.
+bodies are not reported, except for the names of fields that were left out, which the response has, too. Clients choose
+these names, so only plain characters of them are shown. The names in spans are those of OpenTelemetry's semantic
+conventions for HTTP servers.
 """
 
 import logging
 import re
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.gate import OPERATION_PATHS, PAGE_PATH
-from service.ignored_fields import HEADER as IGNORED_HEADER
-from service.ignored_fields import ignored_text
 from service.log_format import RequestIds, current_ids
 from service.metrics import Metrics
 from service.request_notes import notes_of
@@ -29,6 +28,9 @@ logger = logging.getLogger("access")
 FREQUENT_PATHS = OPERATION_PATHS | {"/status"}
 HEADER = b"x-request-id"
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+IGNORED_HEADER = b"x-ignored-fields"
+MAX_TEXT = 1024  # characters of this header; some proxies accept 4 KiB of headers in all
+OTHER_CHARACTERS = re.compile(r"[^A-Za-z0-9_.$-]")
 
 
 @dataclass
@@ -190,6 +192,19 @@ def end_span(tracer: "CollectorTracer", scope: Scope, outcome: Outcome, *, is_ro
     method = "HTTP" if outcome.method == "other" else outcome.method  # as the conventions say
     name = method if outcome.route == "unmatched" else f"{method} {outcome.route}"
     tracer.end(span, name, time.perf_counter(), failure)
+
+
+def ignored_text(paths: Sequence[str]) -> str:
+    """Join the paths of fields, such as `messages.1.parsed`, with commas; of many, the last ones are only counted."""
+    shown: list[str] = []
+    length = 0
+    for path in paths:
+        plain = OTHER_CHARACTERS.sub("_", path[:100]) or "_"  # a header value cannot end with a comma and a space
+        length += len(plain) + 2
+        if length > MAX_TEXT:
+            return f"{', '.join(shown)} and {len(paths) - len(shown)} more"
+        shown.append(plain)
+    return ", ".join(shown)
 
 
 def find_request_id(scope: Scope) -> str:

@@ -116,9 +116,7 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, state: "State", connections: Connections) -> None:
         super().__init__(config)
         self._state = state
-        self._worker = state.worker
         self._connections = connections
-        self._grace_seconds = state.settings.shutdown_grace_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -152,8 +150,8 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is None:
             self._end(sig, frame)
-        elif self._worker.is_draining:
-            self._loop.call_soon_threadsafe(self._worker.give_up)
+        elif self._state.worker.is_draining:
+            self._loop.call_soon_threadsafe(self._state.worker.give_up)
             self.force_exit = True  # uvicorn takes another 0.1 seconds, in which the last events are written
             self._end(sig, frame)
         else:
@@ -161,10 +159,9 @@ class DrainingServer(uvicorn.Server):
 
     def _begin_drain(self, sig: int, frame: FrameType | None) -> None:
         async def drain() -> None:
-            logger.info(
-                "shutting down: new requests get 503, running ones have %g seconds to finish", self._grace_seconds
-            )
-            await self._worker.drain(self._grace_seconds)
+            seconds = self._state.settings.shutdown_grace_seconds
+            logger.info("shutting down: new requests get 503, running ones have %g seconds to finish", seconds)
+            await self._state.worker.drain(seconds)
             self._end(sig, frame)
 
         self._tasks.append(asyncio.create_task(drain()))

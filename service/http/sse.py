@@ -97,9 +97,8 @@ class EventStream(StreamingResponse):
         while self._keepalive_seconds:
             await asyncio.sleep(self._keepalive_seconds / CHECKS)
             num_silent = num_silent + 1 if self._num_sent == num_sent else 1
-            if (
-                num_silent >= CHECKS and self._notes.liveness_bytes is not None
-            ):  # not between the pieces of a long event
+            is_in_event = self._notes.liveness_bytes is None  # between the pieces of a long one
+            if num_silent >= CHECKS and not is_in_event:
                 await send({"type": "http.response.body", "body": self._keep_alive_bytes, "more_body": True})
                 num_silent = 0
             num_sent = self._num_sent

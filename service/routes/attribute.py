@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from forwardscope.results.attributions import AnyAttribution
 from service.answers.attribution.direct import answer_direct
@@ -15,12 +15,11 @@ from service.answers.attribution.gradients import (
 from service.answers.attribution.lens import answer_lens
 from service.answers.attribution.question import Question
 from service.answers.attribution.sweep import answer_sweep
-from service.answers.call import model_call
+from service.answers.call import CallDep, model_call
 from service.answers.prompts import prompt_ids
 from service.http.attribute_schemas import AttributeRequest
 from service.http.bodies import JsonRoute
 from service.http.openapi import SWEEP_EVENT, also
-from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
 METHODS: dict[str, Callable[[Any, Question], Awaitable[Response]]] = {
@@ -39,8 +38,8 @@ METHODS: dict[str, Callable[[Any, Question], Awaitable[Response]]] = {
     response_model=AnyAttribution,
     responses=also("text/event-stream", SWEEP_EVENT),
 )
-async def attribute(body: AttributeRequest, request: Request, state: StateDep) -> Response:
+async def attribute(body: AttributeRequest, route: CallDep) -> Response:
     fields = body.root
-    call = model_call(fields, request, state)
+    call = model_call(fields, route)
     question = Question(**vars(call), ids=await prompt_ids(call, fields.prompt))
     return await METHODS[fields.method](fields, question)

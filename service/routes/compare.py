@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from forwardscope.results import comparisons
 from model.analysis.compare import Comparison, Options, compare_bytes, record_stages, require_comparable
@@ -23,7 +23,7 @@ from model.ops.quantization import LayerFormats
 from model.tracing.pauses import pause
 from model.tracing.stages import stages_of
 from service.answers.budget import Budget, ResponseContents, check_num_tokens
-from service.answers.call import ModelCall, model_call
+from service.answers.call import CallDep, ModelCall, model_call
 from service.answers.comparisons import MAX_NOT_COMPARED, describe_comparison
 from service.answers.prompts import prompt_ids
 from service.http.bodies import JsonRoute
@@ -31,7 +31,6 @@ from service.http.compare_schemas import CompareRequest, CompareSetting
 from service.http.encoding import to_json
 from service.http.errors import ApiError, invalid
 from service.settings import Settings
-from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
 STAGE_SUFFIXES = (".safetensors", ".npz")
@@ -49,8 +48,8 @@ Source = StageTensors | OpenCheckpoint | None
     summary="The first stage at which two models differ",
     response_model=comparisons.Comparison,
 )
-async def compare(body: CompareRequest, request: Request, state: StateDep) -> Response:
-    call = model_call(body, request, state)
+async def compare(body: CompareRequest, route: CallDep) -> Response:
+    call, state = model_call(body, route), route.state
     if state.ranks is not None:
         message = (
             "a server with --tensor-parallel cannot compare: each process has only a share of the weights; use a "

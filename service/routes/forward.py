@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from torch import Tensor
 
 from forwardscope.local_results import describe_changes, describe_loss, describe_predictions
@@ -22,8 +22,8 @@ from model.tracing.predictions import predict
 from model.tracing.selection import Detail, Selection, StageTrace
 from model.tracing.stages import Stage
 from model.worked_examples import WorkedExample, compare
-from service.answers.call import route_call
-from service.answers.forward_plan import ForwardPlan, ForwardPlanner
+from service.answers.call import CallDep
+from service.answers.forward_plan import ForwardPlan, make_planner
 from service.answers.passes import SAFETENSORS_MEDIA_TYPE, PassAnswer, PreparedAnswer, wants_safetensors
 from service.answers.prompt_passes import PromptInputs, answer_prompts
 from service.answers.prompts import as_list
@@ -33,7 +33,6 @@ from service.http.bodies import JsonRoute
 from service.http.encoding import cast, json_array
 from service.http.forward_schemas import ForwardRequest
 from service.http.openapi import BINARY, also
-from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
 
@@ -44,13 +43,13 @@ router = APIRouter(route_class=JsonRoute, tags=["inside"])
     response_model=results.Trace | results.Traces,
     responses=also(SAFETENSORS_MEDIA_TYPE, BINARY),
 )
-async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Response:
-    call, as_safetensors = route_call(request, state), wants_safetensors(request)
-    subject = find_subject(state, body.model, body.adapter)
+async def forward(body: ForwardRequest, route: CallDep) -> Response:
+    as_safetensors = wants_safetensors(route.request)
+    subject = find_subject(route.state, body.model, body.adapter)
     prompts, is_list = as_list(body.prompt)
-    inputs = PromptInputs(call, subject, body, prompts, is_list, as_safetensors, body.scales, len(body.stages))
-    planner = ForwardPlanner(body, subject, len(prompts), is_list, as_safetensors)
-    return await answer_prompts(inputs, planner.plan, prepare_answer)
+    inputs = PromptInputs(route, subject, body, prompts, is_list, as_safetensors, body.scales, len(body.stages))
+    plan = make_planner(body, subject, len(prompts), is_list, as_safetensors)
+    return await answer_prompts(inputs, plan, prepare_answer)
 
 
 def prepare_answer(plan: ForwardPlan) -> PreparedAnswer:

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from forwardscope.local_results import describe_logprobs, describe_top_logprobs
 from forwardscope.results import generations
 from model.engine.request import Output
 from model.text.transcript import TokenOutput
-from service.answers.call import model_call
+from service.answers.call import CallDep, model_call
 from service.answers.edits import check_baseline
 from service.answers.generation import ChoiceOutput, Generation, start_generation
 from service.answers.generation_changes import changes_answer
@@ -20,7 +20,6 @@ from service.http.errors import invalid
 from service.http.generate_schemas import GenerateRequest
 from service.http.openapi import EVENT, also
 from service.http.sse import EventStream, event
-from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["text"])
 DEFAULT_MAX_TOKENS = 128
@@ -32,8 +31,8 @@ DEFAULT_MAX_TOKENS = 128
     response_model=generations.Generation,
     responses=also("text/event-stream", EVENT),
 )
-async def generate(body: GenerateRequest, request: Request, state: StateDep) -> Response:
-    call = model_call(body, request, state)
+async def generate(body: GenerateRequest, route: CallDep) -> Response:
+    call = model_call(body, route)
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "0 generates nothing; send at least 1, or ask for the prompt with echo")
     ids = await prompt_ids(call, body.prompt)

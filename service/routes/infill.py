@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from forwardscope.results.infill import InfillAnswer, InfillLogprob, InfillPart, InfillToken
 from model.text.fill_in_middle import middle_prompt, other_files
 from model.text.tokenizer import Tokenizer
 from model.text.transcript import TokenOutput
-from service.answers.call import ModelCall, model_call
+from service.answers.call import CallDep, ModelCall, model_call
 from service.answers.generation import ChoiceOutput, Generation, start_generation
 from service.answers.generation_plan import Inputs, Options
 from service.answers.openai_answers import TokenStrings, finish_reason, with_top
@@ -20,7 +20,6 @@ from service.http.errors import invalid, no_effect
 from service.http.infill_schemas import InfillRequest
 from service.http.openapi import EVENT, also
 from service.http.sse import EventStream, event
-from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["text"])
 DEFAULT_MAX_TOKENS = 128
@@ -32,8 +31,8 @@ DEFAULT_MAX_TOKENS = 128
     response_model=InfillAnswer | InfillPart,
     responses=also("text/event-stream", EVENT),
 )
-async def infill(body: InfillRequest, request: Request, state: StateDep) -> Response:
-    call = model_call(body, request, state)
+async def infill(body: InfillRequest, route: CallDep) -> Response:
+    call = model_call(body, route)
     call.leave_out(["samplers"] if body.samplers else [], no_effect)
     prompt, param = await read_prompt(body, call)
     options = Options(

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from torch import Tensor
 
 from forwardscope.results import passes as results
@@ -20,7 +20,7 @@ from model.analysis.edit_changes import change_of
 from model.ops.torch_ops import TORCH
 from model.tracing.pauses import pause, pieces
 from service.answers.budget import Budget, ResponseContents, pass_bytes
-from service.answers.call import model_call
+from service.answers.call import CallDep, model_call
 from service.answers.edits import answer_bytes, check_baseline
 from service.answers.passes import SAFETENSORS_MEDIA_TYPE, PassAnswer, PreparedAnswer, wants_safetensors
 from service.answers.prompt_passes import PromptInputs, PromptPlan, answer_prompts
@@ -31,7 +31,6 @@ from service.http.encoding import json_array
 from service.http.errors import invalid
 from service.http.logits_schemas import LogitsRequest
 from service.http.openapi import BINARY, also
-from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
 
@@ -69,8 +68,8 @@ class LogitsPlan(PromptPlan):
     response_model=results.Logits | results.LogitsList,
     responses=also(SAFETENSORS_MEDIA_TYPE, BINARY),
 )
-async def logits(body: LogitsRequest, request: Request, state: StateDep) -> Response:
-    call, as_safetensors = model_call(body, request, state), wants_safetensors(request)
+async def logits(body: LogitsRequest, route: CallDep) -> Response:
+    call, as_safetensors = model_call(body, route), wants_safetensors(route.request)
     if body.baseline:
         check_baseline(body.edits)
     vocab_size = call.checkpoint.model.config.vocab_size

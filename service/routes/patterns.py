@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from torch import Tensor
 from torch.nn import functional
 
@@ -22,7 +22,7 @@ from model.tracing.selection import Selection
 from model.tracing.stages import Stage
 from model.tracing.tap import Chain, Recorder
 from service.answers.budget import Budget, ResponseContents, pass_bytes
-from service.answers.call import route_call
+from service.answers.call import CallDep
 from service.answers.edits import answer_bytes
 from service.answers.passes import PassAnswer, PreparedAnswer
 from service.answers.prompt_passes import PromptInputs, PromptPlan, answer_prompts
@@ -32,7 +32,6 @@ from service.http.bodies import JsonRoute
 from service.http.encoding import NAMES, Base64, cast
 from service.http.errors import invalid
 from service.http.pattern_schemas import PatternDtype, PatternsRequest
-from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
 STEPS = 255  # of uint8 between 0 and 1
@@ -40,9 +39,9 @@ TOLERANCE = 0.5 / STEPS  # a pattern that rounds to a step is not out of range
 
 
 @router.post("/patterns", summary="Attention maps of many heads", response_model=Patterns)
-async def patterns(body: PatternsRequest, request: Request, state: StateDep) -> Response:
-    subject = find_subject(state, body.model, body.adapter)
-    inputs = PromptInputs(route_call(request, state), subject, body, [body.prompt])
+async def patterns(body: PatternsRequest, route: CallDep) -> Response:
+    subject = find_subject(route.state, body.model, body.adapter)
+    inputs = PromptInputs(route, subject, body, [body.prompt])
     return await answer_prompts(inputs, partial(plan_patterns, body), prepare_answer)
 
 

@@ -5,34 +5,32 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from forwardscope.local_results import TextOf
 from forwardscope.results.generations import Logprob, Usage
 from forwardscope.results.passes import PassTimings
 from forwardscope.results.records import Columns
 from forwardscope.results.scores import ContinuationScore, Scores
-from model.errors import InvalidField
 from model.text.scored_continuations import MAX_TOKENIZED_BYTES, encode_continuations
 from model.text.transcript import TokenOutput
-from service.answers.call import ModelCall, model_call
+from service.answers.call import CallDep, ModelCall, model_call
 from service.answers.generation import ChoiceOutput, Generation, start_generation
 from service.answers.generation_plan import Inputs, Options
 from service.answers.openai_answers import finish_reason
 from service.answers.prompts import check_ids, prompt_ids, refusing_overflow
 from service.http.bodies import JsonRoute
 from service.http.disconnects import unless_disconnected
-from service.http.errors import invalid, invalid_field
+from service.http.errors import invalid
 from service.http.generate_schemas import GenerationRequest
 from service.http.score_schemas import ScoreRequest
-from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["text"])
 
 
 @router.post("/score", summary="Log-probabilities of continuations", response_model=Scores)
-async def score(body: ScoreRequest, request: Request, state: StateDep) -> Response:
-    call = model_call(body, request, state)
+async def score(body: ScoreRequest, route: CallDep) -> Response:
+    call = model_call(body, route)
     ids, continuations = await read_texts(body, call)
     options = Options(
         id_prefix="score",
@@ -70,11 +68,8 @@ async def read_continuations(prompt: str, ids: list[int], texts: Sequence[str], 
     assert tokenizer is not None, "the prompt was tokenized"
     encode = partial(encode_continuations, tokenizer, prompt, ids, texts, max_tokens)
     num_bytes = min(len(prompt.encode()) * len(texts), MAX_TOKENIZED_BYTES)
-    try:
-        with refusing_overflow(call.checkpoint, "continuations"):
-            return await unless_disconnected(call.request, call.state.worker.run_text(encode, num_bytes))
-    except InvalidField as error:
-        raise invalid_field(error) from None
+    with refusing_overflow(call.checkpoint, "continuations"):
+        return await unless_disconnected(call.request, call.state.worker.run_text(encode, num_bytes))
 
 
 def describe(generation: Generation, num_shared: int, choices: list[ChoiceOutput]) -> Scores:

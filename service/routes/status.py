@@ -6,15 +6,18 @@ from fastapi import APIRouter, Response
 
 from forwardscope.results.server import CacheStatus, DraftNetwork, ServiceStatus
 from model import __version__
+from model.engine.engine import Engine
+from service.drafts import DraftModel
 from service.http.encoding import json_response
-from service.state import State, StateDep
+from service.state import StateDep
 
 router = APIRouter(tags=["operation"])
 
 
 @router.get("/status", summary="Requests, cache and tokens per second at this moment", response_model=ServiceStatus)
 async def status(state: StateDep) -> Response:
-    stats = None if state.engine is None else state.engine.stats()
+    engine, draft = state.engine, state.draft
+    stats = None if engine is None else engine.stats()
     found = ServiceStatus(
         version=__version__,
         model=None if state.checkpoint is None else state.checkpoint.name,
@@ -26,18 +29,15 @@ async def status(state: StateDep) -> Response:
         sequences_running=0 if stats is None else stats.num_running,
         sequences_waiting=0 if stats is None else stats.num_waiting,
         max_sequences=state.settings.max_num_seqs,
-        cache=cache_status(state),
-        draft=draft_network(state),
+        cache=None if engine is None else cache_status(engine),
+        draft=None if engine is None or draft is None else draft_network(draft, engine),
         tokens_per_second=state.token_rates.rates(),
     )
     return json_response(found)
 
 
-def cache_status(state: State) -> CacheStatus | None:
-    """The use of the cache. None while the engine is not there."""
-    if state.engine is None:
-        return None
-    stats, num_tokens = state.engine.stats(), state.engine.num_cache_tokens
+def cache_status(engine: Engine) -> CacheStatus:
+    stats, num_tokens = engine.stats(), engine.num_cache_tokens
     return CacheStatus(
         used_tokens=round(stats.cache_usage * num_tokens),
         total_tokens=num_tokens,
@@ -46,11 +46,7 @@ def cache_status(state: State) -> CacheStatus | None:
     )
 
 
-def draft_network(state: State) -> DraftNetwork | None:
-    """The network that drafts tokens. None while the engine is not there."""
-    draft, engine = state.draft, state.engine
-    if draft is None or engine is None:
-        return None
+def draft_network(draft: DraftModel, engine: Engine) -> DraftNetwork:
     return DraftNetwork(
         name=draft.name, weight_bytes=draft.weight_bytes, cache_bytes=draft.token_bytes * engine.num_cache_tokens
     )

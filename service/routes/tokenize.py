@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from forwardscope.results.server import DecodedText, Tokens, VllmTokens
 from model.checkpoints.load import Checkpoint
 from model.text.tokenizer import Spans, Tokenizer, TooManyTokens
 from service.answers.budget import Budget, ResponseContents
-from service.answers.call import ModelCall, model_call
+from service.answers.call import CallDep, ModelCall, model_call
 from service.answers.conversations import conversation_ids, find_template
 from service.answers.offered_tools import read_tools
 from service.answers.prompts import check_ids, longest_token_bytes, token_answers
@@ -17,7 +17,6 @@ from service.http.encoding import to_json
 from service.http.errors import invalid, wrong_shape
 from service.http.openai_schemas import ChatRequest
 from service.http.tokenize_schemas import DetokenizeRequest, TokenizeRequest
-from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["text"])
 SPECIAL_TOKENS = 16  # the most tokens that a tokenizer adds to a text
@@ -27,8 +26,8 @@ PIECE = 4096  # tokens that are encoded as JSON at a time, so that other threads
 
 
 @router.post("/tokenize", summary="Text to token ids", response_model=Tokens | VllmTokens)
-async def tokenize(body: TokenizeRequest, request: Request, state: StateDep) -> Response:
-    call = model_call(body, request, state)
+async def tokenize(body: TokenizeRequest, route: CallDep) -> Response:
+    call = model_call(body, route)
     checkpoint = call.checkpoint
     field, text = find_text(body)
     if body.return_offsets and body.text is None:
@@ -91,8 +90,8 @@ def encode_tokens(ids: Sequence[int], checkpoint: Checkpoint, offsets: Spans) ->
 
 
 @router.post("/detokenize", summary="Token ids to text", response_model=DecodedText)
-async def detokenize(body: DetokenizeRequest, request: Request, state: StateDep) -> Response:
-    call = model_call(body, request, state)
+async def detokenize(body: DetokenizeRequest, route: CallDep) -> Response:
+    call = model_call(body, route)
     tokenizer = _require(call.checkpoint.tokenizer, "tokens")
     check_ids(body.tokens, tokenizer.vocab_size, "tokens")
     call.note_tokens(len(body.tokens))

@@ -9,26 +9,26 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from forwardscope.local_weights import describe_weight, read_weight
 from forwardscope.results.records import Named
 from forwardscope.results.weights import Weight, WeightList
 from model.checkpoints.load import DTYPES
-from model.errors import InvalidField, shortened
+from model.errors import shortened
 from model.network.weight_hints import weight_hint
 from model.network.weight_indices import read_part
 from model.network.weight_views import Part, WeightView, WeightViews, tensor_views
 from service.answers.budget import Budget, ResponseContents
-from service.answers.call import route_call
+from service.answers.call import CallDep
 from service.answers.passes import SAFETENSORS_MEDIA_TYPE, wants_safetensors
 from service.answers.subject import Subject, find_subject
 from service.http.encoding import Encoding, encoded, json_in_pieces, safetensors_bytes, to_json
-from service.http.errors import ApiError, invalid_field
+from service.http.errors import ApiError
 from service.http.openapi import BINARY, also, error_answers
 from service.http.queries import query_parameters, read_query
 from service.http.weight_schemas import INDEXED, WeightQuery, WeightsQuery
-from service.state import State, StateDep
+from service.state import State
 
 router = APIRouter(tags=["inside"])
 COPIES = 3  # of the numbers: as read, in the order of the answer, and in its dtype
@@ -41,8 +41,8 @@ COPIES = 3  # of the numbers: as read, in the order of the answer, and in its dt
     responses=error_answers(400, 404, 422, 429, 503),
     openapi_extra=query_parameters(WeightsQuery),
 )
-async def weights(request: Request, state: StateDep) -> Response:
-    query = read_query(request, WeightsQuery)
+async def weights(call: CallDep) -> Response:
+    query, state = read_query(call.request, WeightsQuery), call.state
     subject = find_subject(state, query.model, query.adapter)
     found = find_weights(state, subject)
 
@@ -50,7 +50,7 @@ async def weights(request: Request, state: StateDep) -> Response:
         views = found.views() if isinstance(found, WeightViews) else found.values()
         return to_json(WeightList(subject.name, Named(map(describe_weight, views))))
 
-    return await route_call(request, state).respond(0, lambda: state.worker.executors.run("weights", describe))
+    return await call.respond(0, lambda: state.worker.executors.run("weights", describe))
 
 
 @router.get(
@@ -60,20 +60,20 @@ async def weights(request: Request, state: StateDep) -> Response:
     responses=also(SAFETENSORS_MEDIA_TYPE, BINARY),
     openapi_extra=query_parameters(WeightQuery),
 )
-async def weight(name: str, request: Request, state: StateDep) -> Response:
-    query = read_query(request, WeightQuery)
+async def weight(name: str, call: CallDep) -> Response:
+    query, state = read_query(call.request, WeightQuery), call.state
     subject = find_subject(state, query.model, query.adapter)
     found, executors = find_weights(state, subject), state.worker.executors
     if name not in found:
         raise await executors.run("weights", lambda: unknown_weight(found, name))  # among thousands of names
     view = found[name]
-    part = find_part(view, query)
-    encoding: Encoding = query.encoding or ("safetensors" if wants_safetensors(request) else "json")
+    part = read_part(view, {dim: text for dim in INDEXED if (text := getattr(query, dim)) is not None})
+    encoding: Encoding = query.encoding or ("safetensors" if wants_safetensors(call.request) else "json")
     budget = make_budget(view, part, query, encoding)
     budget.check(state)
     encode = partial(executors.run_long, "weights", partial(encode_weight, view, part, query, encoding, subject))
     media_type = SAFETENSORS_MEDIA_TYPE if encoding == "safetensors" else "application/json"
-    return await route_call(request, state).respond(budget.response_bytes, encode, media_type)
+    return await call.respond(budget.response_bytes, encode, media_type)
 
 
 def find_weights(state: State, subject: Subject) -> Mapping[str, WeightView]:
@@ -98,15 +98,6 @@ def unknown_weight(views: Mapping[str, WeightView], name: str) -> ApiError:
     return ApiError(404, message, param="name", code="weight_not_found")
 
 
-def find_part(view: WeightView, query: WeightQuery) -> Part:
-    """The indices of each dim that a query chooses. Raises 400 for those that the weight does not have."""
-    texts = {dim: text for dim in INDEXED if (text := getattr(query, dim)) is not None}
-    try:
-        return read_part(view, texts)
-    except InvalidField as error:
-        raise invalid_field(error) from None
-
-
 def make_budget(view: WeightView, part: Part, query: WeightQuery, encoding: Encoding) -> Budget:
     """Bound the answer, and the memory of the part."""
     num_values = prod(map(len, part)) if query.detail == "values" else 0
@@ -121,17 +112,14 @@ def make_budget(view: WeightView, part: Part, query: WeightQuery, encoding: Enco
 
 def encode_weight(view: WeightView, part: Part, query: WeightQuery, encoding: Encoding, subject: Subject) -> memoryview:
     """Read a part of a weight, and encode the answer. Raises 400 for numbers that the query's dtype cannot hold."""
-    try:
-        found = read_weight(
-            view,
-            part,
-            model=subject.name,
-            adapter=subject.adapter,
-            detail=query.detail,
-            dtype=None if query.dtype is None else DTYPES[query.dtype],
-        )
-    except InvalidField as error:
-        raise invalid_field(error) from None
+    found = read_weight(
+        view,
+        part,
+        model=subject.name,
+        adapter=subject.adapter,
+        detail=query.detail,
+        dtype=None if query.dtype is None else DTYPES[query.dtype],
+    )
     values, answer = found.values, replace(found, values=None)
     if encoding == "safetensors":
         return safetensors_bytes({} if values is None else {view.name: values}, answer)

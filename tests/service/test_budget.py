@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forwardscope.results.passes import PassTimings
 from model.text.tokenizer import Tokenizer
 from model.worked_examples import WORKED_EXAMPLES, WorkedExample, worked_example
-from service.answers.forward_plan import ForwardPlan, ForwardPlanner
+from service.answers.forward_plan import ForwardPlan, make_planner
 from service.answers.passes import SAFETENSORS_MEDIA_TYPE, Encoder
 from service.answers.prompt_passes import PromptPlan
 from service.answers.subject import find_subject
@@ -36,8 +36,8 @@ def plan_of(body: ForwardRequest, state: State, as_safetensors: bool) -> Forward
     subject = find_subject(state, body.model, body.adapter)
     assert not isinstance(body.prompt, str)
     prompt_ids: list[Any] = list(body.prompt)
-    planner = ForwardPlanner(body, subject, 1, False, as_safetensors)
-    return planner.plan(0, PromptPlan(subject=subject, ids=prompt_ids))
+    plan = make_planner(body, subject, 1, False, as_safetensors)
+    return plan(0, PromptPlan(subject=subject, ids=prompt_ids))
 
 
 def size_of(plan: ForwardPlan) -> int:

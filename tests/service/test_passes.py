@@ -12,7 +12,7 @@ from starlette.types import Message
 
 from forwardscope.results.passes import PromptResult
 from service.answers.budget import Budget
-from service.answers.call import route_call
+from service.answers.call import RouteCall
 from service.answers.passes import PassAnswer, PendingAnswer, answer_passes
 from service.http.buffers import Buffers, Reservation
 from service.request_notes import KEY, RequestNotes
@@ -83,7 +83,8 @@ def test_passes_that_arrive_at_once_cannot_exceed_the_queue_limit(start: Start, 
 
     async def at_once() -> list[Response | BaseException]:
         scope = {"type": "http", KEY: RequestNotes(reservation=Reservation(Buffers(0)))}
-        call, budget = route_call(Request(scope, never), service.state), Budget(0, 0, "")
+        call = RouteCall(Request(scope, never), service.state, service.state.vectors)
+        budget = Budget(0, 0, "")
         one = PendingAnswer.alone(1, lambda waited: PassAnswer(PromptResult(model="", tokens=()), {}))
         passes = (answer_passes(call, [one], budget=budget) for _ in range(20))
         return await asyncio.gather(*passes, return_exceptions=True)

@@ -109,7 +109,7 @@ class TestSweeps:
         monkeypatch.setattr(call, "asyncio", SimpleNamespace(sleep=sleep))
         for num_owners in (1, 2):
             monkeypatch.setattr(call, "get_engine", lambda _, num=num_owners: SimpleNamespace(num_owners=num))
-            request = call.route_call(Request({"type": "http"}), tiny.state)
+            request = call.RouteCall(Request({"type": "http"}), tiny.state, tiny.state.vectors)
             asyncio.run(request.give_way(0.02, num_own=1))
         assert slept == pytest.approx([0.06])
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from service.http.bodies import is_strict
-from service.ignored_fields import MAX_TEXT, ignored_text
+from service.http.request_reports import MAX_TEXT, ignored_text
 from tests.service.checkpoints import write_checkpoint
 from tests.service.running import Running, Start, read_events, running, wait_until
 

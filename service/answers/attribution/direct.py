@@ -47,7 +47,7 @@ async def answer_direct(body: DirectRequest, question: Question) -> Response:
         began, network = time.perf_counter(), question.network
         found = direct_attribution(network, question.ids, target, bound)
         seconds = time.perf_counter() - began
-        head = question.head(network.model.embed.weight.dtype, waited, seconds, edits[0])
+        head = question.head(body.method, network.model.embed.weight.dtype, waited, seconds, edits)
         return PassAnswer(results.DirectAttribution(**head, **direct_fields(question, target, found)), {})
 
     answers = [PendingAnswer.alone(len(question.ids), run)]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from fastapi import Response
 
-from forwardscope.results.attributions import Attribution
+from forwardscope.results.attributions import Attribution, method_of
 from model.analysis.attribution.gradients import gradient_bytes
 from model.network.float_copy import FloatNetwork
 from model.network.joint_passes import AdaptedNetwork
@@ -78,7 +78,7 @@ async def answer_gradients(
     The job returns the fields that only answers of this `kind` have. It runs `num_passes` passes over the prompt, each
     with `num_logits` rows of logits.
     """
-    state, network = question.state, float_network_of(question)
+    state, network, method = question.state, float_network_of(question), method_of(kind)
     check_tokens(question, num_passes)
     response_bytes += answer_bytes(edits[0])
     config = question.checkpoint.model.config
@@ -95,12 +95,12 @@ async def answer_gradients(
         with torch.no_grad():
             fields = job(copied)
         seconds = time.perf_counter() - began
-        head = question.head(network.dtype, began - question.arrived, seconds, edits[0])
+        head = question.head(method, network.dtype, began - question.arrived, seconds, edits)
         content = to_json(kind(**head, **fields))
         state.metrics.gradient_seconds.observe(seconds)
         return content
 
     response = await question.respond(response_bytes, lambda: state.worker.executors.run_long("gradients", run))
     state.metrics.num_prompt_tokens += num_tokens
-    state.metrics.attributions.labels(kind.method).inc()
+    state.metrics.attributions.labels(method).inc()
     return response

@@ -40,7 +40,7 @@ class LensAnswer:
         question = self._question
         dtype = question.checkpoint.model.embed.weight.dtype
         answer = LogitLens(
-            **question.head(dtype, waited, self._seconds, self._edits[0]),
+            **question.head("logit_lens", dtype, waited, self._seconds, self._edits),
             token=None if self._token is None else question.token_answer(self._token),
             final=tuple(map(question.token_answer, self._run.final_tokens())),
             layers=tuple(self._describe(self._layers[name]) for name in self._run.stage_names),

@@ -13,7 +13,7 @@ from forwardscope.results.attributions import AttributionTimings
 from forwardscope.results.stages import Token
 from model.analysis.attribution.gradients import differentiable_stages
 from model.analysis.attribution.target import LogitTarget, LossTarget, StageTarget, Target
-from model.errors import InvalidField, shortened
+from model.errors import shortened
 from model.network.joint_passes import AdaptedNetwork
 from model.tracing.edits import BoundEdits, EditPlan
 from model.tracing.edits.operands import read_row
@@ -26,7 +26,7 @@ from service.answers.stage_answers import select_stages
 from service.http.attribute_schemas import LogitRequest, TargetRequest
 from service.http.edit_schemas import Edit
 from service.http.encoding import NAMES, Encoding
-from service.http.errors import invalid, invalid_field
+from service.http.errors import invalid
 
 MAX_SHOWN_PIECES = 8  # of a text that is several tokens, in an error message
 
@@ -65,14 +65,15 @@ class Question(ModelCall):
     def token_answer(self, token_id: int) -> Token:
         return Token(token_id, self.checkpoint.text_of(token_id))
 
-    def head(self, dtype: torch.dtype, waited: float, seconds: float, edits: EditPlan | None) -> dict[str, Any]:
+    def head(self, method: str, dtype: torch.dtype, waited: float, seconds: float, edits: Plans) -> dict[str, Any]:
         """The fields that the answers of all methods have."""
         return {
+            "method": method,
             "model": self.adapter or self.checkpoint.name,
             "tokens": token_answers(self.ids, self.checkpoint),
             "dtype": NAMES[dtype],
             "timings": AttributionTimings(waited, seconds),
-            "edits": describe_edits(edits),
+            "edits": describe_edits(edits[0]),
         }
 
     def response_bytes(
@@ -202,6 +203,4 @@ def read_stage(question: Question, body: TargetRequest) -> StageTarget:
         row = read_row(vector, stage, stage.shape(sizes_of(config, 1))[2:], "vector")
     except UnknownStage as error:
         raise invalid("stage", str(error), "unknown_stage") from None
-    except InvalidField as error:
-        raise invalid_field(error) from None
     return StageTarget(stage, row, read_position(question, body))

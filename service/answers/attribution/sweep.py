@@ -75,7 +75,7 @@ class SweepRun:
             stages.append(effects_answer(stage.name, dims, tensor))
             first += num_cells
         answer = results.Patching(
-            **question.head(question.checkpoint.model.embed.weight.dtype, *self._timings(), plan.edits[0]),
+            **question.head("patching", question.checkpoint.model.embed.weight.dtype, *self._timings(), plan.edits),
             target=question.target_answer(plan.target),
             corrupted_tokens=token_answers(plan.corrupted, question.checkpoint),
             positions=tuple(plan.sweep.positions),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from forwardscope.local_results import describe_logprobs
 from forwardscope.results.anthropic import (
@@ -32,7 +32,7 @@ from forwardscope.results.anthropic import (
 )
 from forwardscope.results.generations import TokenLogprob
 from service.answers.anthropic_conversations import ChatConversion, input_of
-from service.answers.call import ModelCall, model_call
+from service.answers.call import CallDep, ModelCall, model_call
 from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning, block_key, join_pieces
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
 from service.answers.chats import BYTES_PER_CHECK, count_prompt, start_chat
@@ -44,7 +44,6 @@ from service.http.encoding import json_response
 from service.http.errors import anthropic_error
 from service.http.openapi import MESSAGE_EVENT, also, error_answers
 from service.http.sse import EventStream, event, event_of
-from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["anthropic"])
 SIGNATURE = "unsigned"
@@ -56,8 +55,8 @@ SIGNATURE = "unsigned"
     response_model=AssistantMessage,
     responses=also("text/event-stream", MESSAGE_EVENT, MessagesError),
 )
-async def messages(body: MessagesRequest, request: Request, state: StateDep) -> Response:
-    call = model_call(body, request, state)
+async def messages(body: MessagesRequest, route: CallDep) -> Response:
+    call = model_call(body, route)
     conversion = await convert(body, call)
     with call.renamed(conversion.name):
         stream = await start_chat(conversion.chat, call, id_prefix="msg_")
@@ -74,8 +73,8 @@ async def messages(body: MessagesRequest, request: Request, state: StateDep) -> 
     response_model=MessageTokensCount,
     responses=error_answers(model=MessagesError),
 )
-async def count_tokens(body: CountTokensRequest, request: Request, state: StateDep) -> Response:
-    call = model_call(body, request, state)
+async def count_tokens(body: CountTokensRequest, route: CallDep) -> Response:
+    call = model_call(body, route)
     conversion = await convert(body, call)
     with call.renamed(conversion.name):
         return json_response(MessageTokensCount(await count_prompt(conversion.chat, call)))

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from forwardscope.results.openai import (
     ChatChoice,
@@ -24,7 +24,7 @@ from forwardscope.results.openai import (
     TopLogprob,
 )
 from model.text.transcript import TokenOutput
-from service.answers.call import model_call
+from service.answers.call import CallDep, model_call
 from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning, join_pieces, text_of
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
 from service.answers.chats import start_chat
@@ -34,7 +34,6 @@ from service.http.bodies import JsonRoute
 from service.http.openai_schemas import ChatRequest
 from service.http.openapi import EVENT, also
 from service.http.sse import EventStream
-from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"])
 
@@ -45,8 +44,8 @@ router = APIRouter(route_class=JsonRoute, tags=["openai"])
     response_model=ChatCompletion | ChatCompletionChunk,
     responses=also("text/event-stream", EVENT),
 )
-async def chat(body: ChatRequest, request: Request, state: StateDep) -> Response:
-    stream = await start_chat(body, model_call(body, request, state), id_prefix="chatcmpl-")
+async def chat(body: ChatRequest, route: CallDep) -> Response:
+    stream = await start_chat(body, model_call(body, route), id_prefix="chatcmpl-")
     generation, writer = stream.generation, Writer(body, stream)
     if body.stream:
         events = generation.events(stream.writing(writer.chunks), writer.last_chunks)

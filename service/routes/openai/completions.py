@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from forwardscope.results.openai import Completion, CompletionChoice, CompletionLogprobs
 from model.text.fill_in_middle import middle_prompt
 from model.text.transcript import TokenOutput
-from service.answers.call import ModelCall, model_call
+from service.answers.call import CallDep, ModelCall, model_call
 from service.answers.generation import ChoiceOutput, Generation, start_generation
 from service.answers.generation_plan import Inputs, Options
 from service.answers.openai_answers import ChunkTemplate, OpenAIWriter, finish_reason
@@ -19,7 +19,6 @@ from service.http.errors import invalid
 from service.http.openai_schemas import CompletionRequest
 from service.http.openapi import EVENT, also
 from service.http.sse import EventStream
-from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"])
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
@@ -31,8 +30,8 @@ DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
     response_model=Completion,
     responses=also("text/event-stream", EVENT),
 )
-async def completions(body: CompletionRequest, request: Request, state: StateDep) -> Response:
-    call = model_call(body, request, state)
+async def completions(body: CompletionRequest, route: CallDep) -> Response:
+    call = model_call(body, route)
     options = read_options(body)
     prompts = await read_prompts(body, call)
     generation = await start_generation(Inputs(call, body, options, prompts))

@@ -4,12 +4,12 @@ import math
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from forwardscope.results.openai import Embedding, Embeddings, EmbeddingUsage
 from model.checkpoints.load import Checkpoint
 from model.tracing.stages import sizes_of
-from service.answers.call import model_call
+from service.answers.call import CallDep, model_call
 from service.answers.constraints import generation_error
 from service.answers.generation import Generation, start_generation
 from service.answers.generation_plan import Inputs, Options
@@ -22,7 +22,6 @@ from service.http.embedding_schemas import EmbeddingRequest
 from service.http.encoding import encoded
 from service.http.errors import invalid
 from service.http.generate_schemas import GenerationRequest
-from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"])
 
@@ -32,8 +31,8 @@ router = APIRouter(route_class=JsonRoute, tags=["openai"])
     summary="Vectors of texts, in OpenAI's form",
     response_model=Embeddings,
 )
-async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep) -> Response:
-    call = model_call(body, request, state)
+async def embeddings(body: EmbeddingRequest, route: CallDep) -> Response:
+    call = model_call(body, route)
     pooling = find_pooling(body, call.checkpoint)
     inputs, is_list = as_list(body.input)
     prompts = [

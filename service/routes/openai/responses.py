@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from forwardscope.results.responses import InputTokensCount, ModelResponse, OutputItem, ResponseStreamEvent
-from service.answers.call import ModelCall, model_call
+from service.answers.call import CallDep, ModelCall, model_call
 from service.answers.chat_stream import ChatStream
 from service.answers.chats import BYTES_PER_CHECK, count_prompt, start_chat
 from service.answers.response_input import Conversation, as_input, chat_request, placed_items, read_conversation
@@ -19,7 +19,6 @@ from service.http.openai_schemas import ChatRequest
 from service.http.openapi import RESPONSE_EVENT, also
 from service.http.responses_schemas import LOGPROBS, InputItem, ResponsesRequest
 from service.http.sse import EventStream
-from service.state import StateDep
 from service.stored_responses import ResponseStore, StoredResponse
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"])
@@ -32,14 +31,14 @@ NUM_ECHOES = 2  # of the settings of a request in the first events of a stream
     response_model=ModelResponse | ResponseStreamEvent,
     responses=also("text/event-stream", RESPONSE_EVENT),
 )
-async def responses(body: ResponsesRequest, request: Request, state: StateDep) -> Response:
-    call = model_call(body, request, state)
+async def responses(body: ResponsesRequest, route: CallDep) -> Response:
+    call = model_call(body, route)
     read = await read_input(body, call)
     with call.renamed(read.conversation.rename):
         stream = await start_chat(read.chat, call, id_prefix="resp_")
     keep = None
-    if body.store and state.responses.is_on:
-        keep = partial(store_response, state.responses, stream.generation.id, read.items, read.num_bytes)
+    if body.store and (store := call.state.responses).is_on:
+        keep = partial(store_response, store, stream.generation.id, read.items, read.num_bytes)
     writer = ResponseWriter(body, stream, read.settings, keep)
     if body.stream:
         call.reservation.count(NUM_ECHOES * sum(map(len, read.settings.values())))
@@ -54,8 +53,8 @@ async def responses(body: ResponsesRequest, request: Request, state: StateDep) -
     summary="Count the tokens of the prompt of a response",
     response_model=InputTokensCount,
 )
-async def count_input_tokens(body: ResponsesRequest, request: Request, state: StateDep) -> Response:
-    call = model_call(body, request, state)
+async def count_input_tokens(body: ResponsesRequest, route: CallDep) -> Response:
+    call = model_call(body, route)
     read = await read_input(body, call)
     with call.renamed(read.conversation.rename):
         return json_response(InputTokensCount(input_tokens=await count_prompt(read.chat, call)))

@@ -20,7 +20,7 @@ from forwardscope.results.responses import (
     ReasoningText,
     ResponseItems,
 )
-from service.answers.call import route_call
+from service.answers.call import CallDep
 from service.http.encoding import json_response, to_json
 from service.http.errors import invalid, wrong_shape
 from service.http.openapi import error_answers
@@ -60,12 +60,12 @@ async def delete_response(response_id: str, state: StateDep, checkpoint: Checkpo
     response_model=ResponseItems,
     openapi_extra=query_parameters(ItemsQuery),
 )
-async def input_items(response_id: str, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
-    query = read_query(request, ItemsQuery)
+async def input_items(response_id: str, call: CallDep, checkpoint: CheckpointDep) -> Response:
+    query, state = read_query(call.request, ItemsQuery), call.state
     found = state.responses.find(response_id)
     page = page_of_items(found.items[: len(found.items) - len(found.output)], query)
     encode = partial(state.worker.executors.run_uncounted, "answers", lambda: to_json(page))
-    return await route_call(request, state).respond(found.conversation_bytes, encode)
+    return await call.respond(found.conversation_bytes, encode)
 
 
 def page_of_items(items: Sequence[InputItem], query: ItemsQuery) -> ResponseItems:
