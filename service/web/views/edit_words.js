@@ -112,7 +112,7 @@ function subjectOf({ stage, heads }) {
     return heads.map((head) => placeName(found[1], head)).join(", ");
   }
   const part = found && PARTS[found[2]];
-  const name = part ? `${part.endsWith(" the layer") ? part.slice(0, -10) : `${part} of`} ${layer}` : stage;
+  const name = part ? `${part} of ${layer}`.replace("the layer of ", "") : stage;
   return heads ? `${name}, heads ${heads.join(", ")},` : name;
 }
 
