@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
+from model.engine.engine import Engine
+from model.engine.request import Step
 from model.ops.interface import Draw
 from model.ops.torch_sampling import keep_top
 from tests.service.running import Running, Start, wait_until
@@ -181,11 +184,20 @@ def test_the_keyboard_reaches_every_token(page: "Page", base: str) -> None:
     assert page.evaluate("document.activeElement.getAttribute('role')") == "listbox"
 
 
-def test_stop_ends_the_request_and_says_after_how_many_tokens(page: "Page", bundled: Running, base: str) -> None:
+def test_stop_ends_the_request_and_says_after_how_many_tokens(
+    page: "Page", bundled: Running, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Engine.step
+
+    def slow_step(engine: Engine) -> Step:
+        time.sleep(0.02)  # a slow browser, too, stops it before the end
+        return step(engine)
+
     open_view(page, base, "generate", prompt="It was a dark night, and the captain", max_tokens=1)  # has no early end
     before = page.get_by_role("button", name="Stop").bounding_box()
     page.get_by_label("Max tokens").fill("490")
     page.get_by_label("Seed").fill("2")
+    monkeypatch.setattr(Engine, "step", slow_step)
     page.get_by_role("spinbutton", name="temperature, for the generation").fill("1")
     page.get_by_role("spinbutton", name="temperature, for the generation").press("Enter")
     options(page).nth(3).wait_for()
@@ -196,6 +208,7 @@ def test_stop_ends_the_request_and_says_after_how_many_tokens(page: "Page", bund
     assert number < 490
     assert page.locator(".status-line").inner_text() == f"Stopped after {number} tokens."
     wait_until(lambda: bundled.state.worker.num_running == 0, "the request ends")
+    monkeypatch.undo()
     page.get_by_role("button", name="Run").click()
     options(page).nth(number).wait_for()
     wait_until_ready(page)
