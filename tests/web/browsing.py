@@ -36,7 +36,7 @@ OPTIONS = (
     "--disable-component-update",
     "--disable-sync",
 )
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")  # the first one is the fastest
 PATIENCE_MILLISECONDS = 60_000  # how long one step in the browser may take on a slow and busy machine
 POLL_MILLISECONDS = 50
 TEST_SECONDS = 300.0  # how long one test may take there
